@@ -223,15 +223,9 @@ ABSENT: dict[str, Absence] = {
     "verl.utils.config.ConfigParser": Absence(
         "other design", "verl.trainer.config.load_config checks a configuration and makes typed sections of it."
     ),
-    "verl.utils.dataset.rl_dataset.RLHFDataset.dataframe": Absence(
-        "other design", "Rows are read by source_row(item), columns by source_column(name)."
-    ),
     "verl.utils.dataset.rl_dataset.RLHFDataset.process_vision_info": _VISION,
     "verl.utils.dataset.vision_utils.process_multi_modal_inputs_for_minicpmo": _VISION,
     "verl.utils.dataset.vision_utils.process_video": _VISION,
-    "verl.utils.dataset.rl_dataset.RLHFDataset.resume_dataset_state": Absence(
-        "no use", "A data set that was pickled has all of its rows and opens its files by itself; leave the call out."
-    ),
     "verl.utils.distributed.stateless_init_process_group": Absence(
         "no use", "Weights go to a rollout engine by the engine's own channel: verl.workers.rollout.weights."
     ),

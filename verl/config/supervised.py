@@ -4,9 +4,10 @@ preferences.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated
 
-from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
+from verl.config.base import INTERNAL, BaseConfig, OneOrMany, section, setting, subsection
 from verl.config.data import CustomClassConfig, Truncation
 from verl.config.megatron import DistributedModel, McoreEngineConfig
 from verl.config.model import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -77,6 +78,8 @@ class SupervisedConfig(BaseConfig, DistributedModel):
     """How Ray is started."""
     megatron: McoreEngineConfig = subsection(McoreEngineConfig)
     """With `engine.strategy=megatron`: parallel sizes, precision, offload."""
+    composed: dict[str, object] = dataclasses.field(default_factory=dict, compare=False, metadata=INTERNAL)
+    """The keys as they were composed, including those that no code reads, for a data set of the user's own."""
 
     @property
     def placement(self) -> FSDPEngineConfig | McoreEngineConfig:

@@ -22,6 +22,7 @@ from verl.datasets.sft_dataset import SFTDataset
 from verl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from verl.config import CustomClassConfig, PreferenceDataConfig, SamplerConfig, SFTDataConfig
@@ -45,7 +46,8 @@ def create_rl_dataset(
 
     Training prompts with ``data.datagen.path`` are a :class:`DynamicGenDataset` by default. A custom class is called as
     ``cls(files, tokenizer=..., config=..., processor=..., max_samples=...)`` and must be a torch ``Dataset``
-    whose items are prompts (:func:`verl.datasets.rl_dataset.check_item`). ``max_samples=-1`` keeps all rows.
+    whose items are prompts (:func:`verl.datasets.rl_dataset.check_item`). Its ``config`` is the section as composed,
+    with keys of its own. ``max_samples=-1`` keeps all rows.
 
     Raises:
         DataError: the data set is empty, or its items are no prompts.
@@ -72,7 +74,7 @@ def get_dataset_class(data_config: DataConfig | Mapping[str, object]) -> type[Da
 
 def create_sft_dataset(
     data_paths: str | Sequence[str],
-    data_config: SFTDataConfig,
+    data_config: SFTDataConfig | DictConfig,
     tokenizer: PreTrainedTokenizerBase,
     processor: ProcessorMixin | None = None,
     max_samples: int = -1,
@@ -97,7 +99,7 @@ def create_sft_dataset(
 
 def create_rm_dataset(
     data_paths: str | Sequence[str],
-    data_config: PreferenceDataConfig,
+    data_config: PreferenceDataConfig | DictConfig,
     tokenizer: PreTrainedTokenizerBase,
     processor: ProcessorMixin | None = None,
     max_samples: int = -1,

@@ -250,3 +250,22 @@ def truncate(items: list[T], max_length: int, truncation: Truncation, where: str
 def common_prefix_length(a: Sequence[object], b: Sequence[object]) -> int:
     """How many first items two sequences share."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def extract_system_prompt_and_generation(
+    tokenizer: PreTrainedTokenizerBase, **apply_chat_template_kwargs: Any
+) -> tuple[list[int], list[int]]:
+    """Return the tokens that a template puts before the first message, and those that open an answer.
+
+    The first are what one message has more than a second one adds; it must be a template that treats both alike.
+    """
+    from verl.utils.tokenizer import normalize_token_ids  # imports Transformers
+
+    message = {"role": "user", "content": ""}
+
+    def ids(count: int, opened: bool) -> list[int]:
+        settings: dict[str, Any] = {"add_generation_prompt": opened} | apply_chat_template_kwargs
+        return normalize_token_ids(tokenizer.apply_chat_template([message] * count, tokenize=True, **settings))
+
+    one, two, opened = ids(1, False), ids(2, False), ids(1, True)
+    return one[: len(one) - (len(two) - len(one))], opened[len(one) :]

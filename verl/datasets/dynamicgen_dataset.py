@@ -62,7 +62,7 @@ class DynamicGenDataset(RLHFDataset):
         max_samples: int = -1,
     ) -> None:
         super().__init__(data_files, tokenizer, config, processor, max_samples)
-        self.generator = _load_generator(self.config)
+        self.generator = _load_generator(self.settings)
         self.num_from_files = len(self.rows)
         self.last_batch: DataProto | None = None
         self.generated = GeneratedRows(self.columns)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,56 @@ class RowsInMemory(DataFile):
         self.columns = list(dict.fromkeys(key for row in self._rows for key in row))
 
 
+class RowsOfFiles(Sequence[Row]):
+    """Rows of files as a table has them: ``rows[3]``, ``rows["column"]``, ``rows.filter(function)``.
+
+    Args:
+        files: opened files.
+        order: file and row number of each row.
+    """
+
+    def __init__(self, files: Sequence[DataFile], order: Sequence[tuple[int, int]]) -> None:
+        self._files, self._order = files, order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, item: Any) -> Any:
+        if isinstance(item, str):
+            return [row[item] for row in self]
+        if isinstance(item, slice):
+            return RowsOfFiles(self._files, self._order[item])
+        file, row_index = self._order[item]
+        return dict.fromkeys(self.column_names) | self._files[file].row(row_index)
+
+    @property
+    def column_names(self) -> list[str]:
+        """Names of all columns."""
+        return list(dict.fromkeys(name for file in self._files for name in file.columns))
+
+    def select(self, indices: Iterable[int]) -> RowsOfFiles:
+        """Return some of the rows."""
+        return RowsOfFiles(self._files, [self._order[index] for index in indices])
+
+    def filter(self, function: Callable[[Row], object], **_: object) -> RowsOfFiles:
+        """Return the rows for which ``function`` is true."""
+        return self.select(index for index, row in enumerate(self) if function(row))
+
+    def map(self, function: Callable[[Row], Row], **_: object) -> RowsOfFiles:
+        """Return the rows with what ``function`` returns for each."""
+        rows = [row | function(row) for row in self]
+        return RowsOfFiles([RowsInMemory(rows, "mapped rows")], [(0, index) for index in range(len(rows))])
+
+
+def in_order(rows: Any, order: Sequence[int]) -> Any:
+    """Return some rows of a table or list, in ``order``; the same object if these are all of them."""
+    if list(order) == list(range(len(rows))):
+        return rows
+    if hasattr(rows, "iloc"):
+        return rows.iloc[order]
+    return rows.select(order) if hasattr(rows, "select") else [rows[index] for index in order]
+
+
 def without_nulls(value: object) -> object:
     """Return a JSON value without the keys of objects whose value is None; None in a list stays."""
     if isinstance(value, dict):
@@ -123,7 +173,7 @@ def without_nulls(value: object) -> object:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _plain(value: object) -> object:
+def _plain(value: Any) -> object:
     """Return a value of a table without NumPy's types; NaN, which pandas has for no value, is None."""
     if hasattr(value, "tolist"):  # an array or a number of NumPy, which is not imported to tell the suffixes of files
         value = value.tolist()

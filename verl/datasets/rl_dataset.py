@@ -17,17 +17,23 @@ Columns of a file (only ``prompt`` is required; others are passed on)::
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
+from omegaconf import DictConfig, OmegaConf
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
-from verl.config import DataConfig
+from verl.config import BaseConfig, DataConfig
+from verl.config.data import Truncation
 from verl.datasets.chat import (
+    Message,
     encode,
     render_prompt,
     require_usable,
@@ -35,7 +41,16 @@ from verl.datasets.chat import (
     truncate,
 )
 from verl.datasets.content_checks import ContentChecks
-from verl.datasets.files import DataFile, Row, RowsInMemory, choose_rows, open_files, require_columns
+from verl.datasets.files import (
+    DataFile,
+    Row,
+    RowsInMemory,
+    RowsOfFiles,
+    choose_rows,
+    in_order,
+    open_files,
+    require_columns,
+)
 from verl.datasets.prompt_images import ImagePrompt, PromptImages, RowImages
 from verl.datasets.row_conversation import require_written_calls, row_template_kwargs
 from verl.errors import DataError
@@ -67,6 +82,7 @@ FOR_AGENTS = ("tools_kwargs", "interaction_kwargs", "environment_kwargs")
 MADE_HERE = {*COLUMNS, "raw_prompt_ids", "full_prompts", "reward_status"} - set(OF_DATA)
 """Columns that a run makes itself, and would otherwise find with the file's values."""
 UNKNOWN_SOURCE = "unknown"
+DEFAULT_PATCH_SIZE = 14
 
 
 class RLHFDataset(Dataset):
@@ -86,13 +102,15 @@ class RLHFDataset(Dataset):
     :mod:`verl.vision.positions`, and ``multi_modal_inputs`` holds what the image processor made, which is empty for a
     row of text.
 
-    A subclass that defines ``_read_files_and_tokenize`` reads ``self.data_files`` by itself, folders and names too, and
-    sets ``self.dataframe`` to the rows.
+    A subclass may read ``self.data_files`` by itself, folders and names too, in ``_read_files_and_tokenize``, which
+    sets ``self.dataframe`` to the rows; make the messages of a row in ``_build_messages``; and leave out rows in
+    ``maybe_filter_out_long_prompts`` instead of verl's filter. It reads its own keys from ``self.config``. Without a
+    column of prompts it makes its items in ``__getitem__``.
 
     Args:
         data_files: one path or several; globs, ``~`` and ``$VARIABLES`` are expanded.
         tokenizer: has a chat template and a pad token.
-        config: the ``data`` section, or a mapping with any part of it.
+        config: the ``data`` section, typed or as composed, or a mapping with any part of it.
         processor: the model's, if it takes images; without one rows with images are refused.
         max_samples: number of prompts to keep, -1 for all: a random choice by ``data.seed`` if ``data.shuffle``, else
             the first.
@@ -111,39 +129,142 @@ class RLHFDataset(Dataset):
         max_samples: int = -1,
     ) -> None:
         require_usable(tokenizer)
-        self.tokenizer = tokenizer
-        self.config = config = DataConfig.of(config)
-        self.template_kwargs = dict(config.apply_chat_template_kwargs or {})
-        self.images = PromptImages(processor, config.image_key, config.video_key)
+        self.tokenizer, self.processor, self.max_samples = tokenizer, processor, max_samples
+        self.config: Any = config if isinstance(config, BaseConfig | DictConfig) else OmegaConf.create({**config})
         self.data_files = [data_files] if isinstance(data_files, str) else list(data_files)
-        self.files: list[DataFile] = self._opened()
-        require_columns(self.files, {config.prompt_key: "prompt_key"})
+        self.original_data_files = list(self.data_files)
+        self.use_settings(DataConfig.of(config))
+        self._download()
+        self._read_files_and_tokenize()
+        self._open()
+
+    def use_settings(self, settings: DataConfig) -> None:
+        """Read rows by other settings from now on, and set the attributes that subclasses read."""
+        config, self.settings = self.config, settings
+        self.prompt_key: str = settings.prompt_key
+        self.image_key, self.video_key, self.audio_key = settings.image_key, settings.video_key, "audios"
+        self.image_patch_size = config.get("image_patch_size", DEFAULT_PATCH_SIZE)
+        self.max_prompt_length: int = settings.max_prompt_length
+        self.truncation: Truncation = settings.truncation
+        self.return_raw_chat, self.return_full_prompt = settings.return_raw_chat, settings.return_full_prompt
+        self.return_multi_modal_inputs = config.get("return_multi_modal_inputs", True)
+        self.filter_overlong_prompts: bool = settings.filter_overlong_prompts
+        self.filter_prompts = config.get("filter_prompts", True)
+        self.num_workers = settings.filter_overlong_prompts_workers or 1
+        self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs or {})
+        self.mm_processor_kwargs = config.get("mm_processor_kwargs", {})
+        self.chat_template_func = config.get("chat_template_func", None)
+        self.need_tools_kwargs = config.get("need_tools_kwargs", False)
+        self.tool_config_path = config.get("tool_config_path", None)
+        self.function_tool_path = config.get("function_tool_path", None)
+        self.tool_schemas = self.apply_chat_template_kwargs.get("tools")
+        self.shuffle, self.seed, self.use_shm = settings.shuffle, settings.seed, settings.use_shm
+        self.cache_dir = os.path.expanduser(config.get("cache_dir", None) or "~/.cache/verl/rlhf")
+        self.serialize_dataset = False
+
+    # Cached, so that they are there too for an ``__init__`` of a subclass that does not call this class's.
+
+    @functools.cached_property
+    def settings(self) -> DataConfig:
+        """The settings of :attr:`config` that verl reads."""
+        return DataConfig.of(self.config)
+
+    @functools.cached_property
+    def images(self) -> PromptImages:
+        """What reads the images of the rows."""
+        return PromptImages(self.processor, self.image_key, self.video_key)
+
+    @functools.cached_property
+    def checks(self) -> ContentChecks:
+        """What is told about the prompts."""
+        return ContentChecks(self.tokenizer, "prompts")
+
+    @functools.cached_property
+    def files(self) -> list[DataFile]:
+        """The files, or the rows of a subclass in the place of one."""
+        if self._assigned is not None:
+            return [RowsInMemory(self._assigned, f"{type(self).__name__}.dataframe")]
+        if not self._opens_files:
+            raise DataError(
+                f"{type(self).__name__}._read_files_and_tokenize reads the files instead of verl and must set "
+                "self.dataframe: a list of dicts, a datasets.Dataset or a pandas.DataFrame of the rows."
+            )
+        return open_files(self.data_files, "data_files")
+
+    @functools.cached_property
+    def columns(self) -> list[str]:
+        """Columns of all files."""
+        return list(dict.fromkeys(name for file in self.files for name in file.columns))
+
+    @functools.cached_property
+    def rows(self) -> list[tuple[int, int]]:
+        """File and row number of each item."""
+        config = self.settings
+        rows = choose_rows(self.files, self.max_samples, config.shuffle, config.seed)
+        if self._replaces("__getitem__") and self.prompt_key not in self.columns:
+            return rows
+        require_columns(self.files, {self.prompt_key: "prompt_key"} if not self._replaces("_build_messages") else {})
         if config.reward_fn_key != "data_source":
             require_columns(self.files, {config.reward_fn_key: "reward_fn_key"})
         self._refuse_unusable_columns()
-        self.columns = list(dict.fromkeys(name for file in self.files for name in file.columns))
-        self.checks = ContentChecks(tokenizer, "prompts")
-        self.rows: list[tuple[int, int]] = []
-        self.rows = self._usable(choose_rows(self.files, max_samples, config.shuffle, config.seed))
+        return self._usable(rows)
 
-    def _opened(self) -> list[DataFile]:
-        if type(self)._read_files_and_tokenize is RLHFDataset._read_files_and_tokenize:
-            return open_files(self.data_files, "data_files")
-        self._read_files_and_tokenize()
-        name, dataframe = type(self).__name__, vars(self).get("dataframe")
-        if dataframe is None:
-            raise DataError(
-                f"{name}._read_files_and_tokenize reads the files instead of verl and must set self.dataframe: a "
-                "list of dicts, a datasets.Dataset or a pandas.DataFrame of the rows."
-            )
-        return [RowsInMemory(dataframe, f"{name}.dataframe")]
+    _assigned: Any = None
+    """Rows of a subclass."""
+    _opens_files = _is_open = False
+
+    @property
+    def dataframe(self) -> Any:
+        """The rows of the items, in order; assigned ones take the place of those of the files."""
+        return RowsOfFiles(self.files, self.rows) if self._assigned is None else self._assigned
+
+    @dataframe.setter
+    def dataframe(self, rows: object) -> None:
+        self._assigned = rows
+        for name in ("files", "columns", "rows"):
+            vars(self).pop(name, None)
+        if self._is_open:
+            self._open()
+
+    def _open(self) -> None:
+        self._is_open = True
+        order = [row_index for _, row_index in self.rows]
+        if self._assigned is not None:
+            self._assigned = in_order(self._assigned, order)
+
+    def _replaces(self, name: str) -> bool:
+        return getattr(type(self), name) is not getattr(RLHFDataset, name)
+
+    def _download(self, use_origin_parquet: bool = False) -> None:
+        """Do nothing: ``data.train_files`` on other machines are copied before a data set is made."""
 
     def _read_files_and_tokenize(self) -> None:
-        """Read ``self.data_files``, which may be folders or names, in a subclass; it sets ``self.dataframe``."""
+        """Open the files; a subclass may read ``self.data_files`` by itself instead, and sets ``self.dataframe``."""
+        self._opens_files = True
+        if self._replaces("maybe_filter_out_long_prompts"):
+            rows = RowsOfFiles(self.files, choose_rows(self.files, -1, shuffle=False, seed=None))
+            self.dataframe = self.maybe_filter_out_long_prompts(rows)
 
     def maybe_filter_out_long_prompts(self, dataframe: object = None) -> object:
         """Return the rows as they are: prompts that are too long are left out when the data set has its rows."""
         return dataframe
+
+    def resume_dataset_state(self) -> None:
+        """Do nothing: a data set that was pickled has all of its rows."""
+
+    def _build_messages(self, example: Row, key: str | None = None) -> list[Message]:
+        """Return the messages of a row, with images and videos as parts, as the chat template takes them."""
+        where = f"a row of {type(self).__name__}"
+        prompt = self.images.prompt(example[key or self.prompt_key], example, where)
+        return self.images.opened(prompt, where).messages
+
+    def _image_prompt(self, source: Row, where: str) -> ImagePrompt:
+        """The checked messages of a row; a subclass may make them."""
+        if not self._replaces("_build_messages"):
+            return self.images.prompt(source[self.prompt_key], source, where)
+        takes_key = "key" in inspect.signature(self._build_messages).parameters
+        messages = self._build_messages(dict(source), **({"key": self.prompt_key} if takes_key else {}))
+        return self.images.prompt(messages, source, where)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -153,47 +274,47 @@ class RLHFDataset(Dataset):
         source = self.source_row(item)
         prompt = self._prompt(source, where)
         text = self._render(prompt, self.rows[item])
-        longest = self.config.max_prompt_length
+        longest = self.max_prompt_length
         ids = encode(text, self.tokenizer)
         row = self._side_columns(item, source)
         images, counts = self.images.read(prompt, where)
         if images:
             ids = self._expanded(ids, counts)
-        truncation = "error" if images else self.config.truncation
+        truncation = "error" if images else self.truncation
         ids = truncate(ids, longest, truncation, f"{where}: the prompt", "max_prompt_length")
         row.update(left_pad(ids, longest, self.tokenizer.pad_token_id))
         if self.images.maker is not None:
             made = dict(self.images.columns(images, ids, where))
             row["position_ids"] = left_padded(made.pop("positions"), longest)
             row["multi_modal_inputs"] = SharedTensors(made)
-        if self.config.return_raw_chat:
+        if self.return_raw_chat:
             row["raw_prompt"] = prompt.messages
-        if self.config.return_raw_input_ids:
+        if self.settings.return_raw_input_ids:
             row["raw_prompt_ids"] = ids
-        if self.config.return_full_prompt:
+        if self.return_full_prompt:
             row["full_prompts"] = plain(text)
         return row
 
     def _prompt(self, source: Row, where: str) -> ImagePrompt:
-        return self.images.opened(self.images.prompt(source[self.config.prompt_key], source, where), where)
+        return self.images.opened(self._image_prompt(source, where), where)
 
     def _render(self, prompt: ImagePrompt, row: tuple[int, int]) -> str:
         return render_prompt(prompt.messages, self.tokenizer, self._place(row), **self._template_kwargs(row))
 
     def _template_kwargs(self, row: tuple[int, int]) -> dict[str, object]:
         """The variables of the chat template of the run, and those of the row."""
-        (file, row_index), config = row, self.config
+        (file, row_index), config = row, self.settings
         if not {config.tools_key, config.enable_thinking_key}.intersection(self.files[file].columns):
-            return self.template_kwargs
+            return self.apply_chat_template_kwargs
         where, source = self._place(row), self.files[file].row(row_index)
         of_row = row_template_kwargs(source, config.tools_key, config.enable_thinking_key, self.tokenizer, where)
-        if "tools" in of_row and "tools" in self.template_kwargs:
+        if "tools" in of_row and "tools" in self.apply_chat_template_kwargs:
             raise DataError(
                 f"{where} has {config.tools_key}, but the prompts already show the tools of the run "
                 "(tool_config_path, function_tool_path, or apply_chat_template_kwargs.tools). Remove one of the "
                 "two; tools_key=null ignores the column."
             )
-        return self.template_kwargs | of_row
+        return self.apply_chat_template_kwargs | of_row
 
     def _expanded(self, ids: list[int], counts: list[int]) -> list[int]:
         assert self.images.maker is not None
@@ -242,13 +363,14 @@ class RLHFDataset(Dataset):
         size, parts = len(self) // num_splits, []
         for first in range(0, len(self), size):
             part = copy.copy(self)
+            part._assigned = None
             part.rows = self.rows[first : first + size]
             parts.append(part)
         return parts
 
     def sources(self) -> list[str]:
         """The data source of every item, in order."""
-        return [value or UNKNOWN_SOURCE for value in self.source_column(self.config.reward_fn_key)]
+        return [value or UNKNOWN_SOURCE for value in self.source_column(self.settings.reward_fn_key)]
 
     def require_columns(self, wanted: dict[str, str]) -> None:
         """Check that every file has the columns; see :func:`verl.datasets.files.require_columns`."""
@@ -256,10 +378,10 @@ class RLHFDataset(Dataset):
 
     def _side_columns(self, item: int, source: Row) -> Row:
         row = dict.fromkeys(self.columns) | source
-        for key in (self.config.prompt_key, *self.images.keys):
+        for key in (self.prompt_key, *self.images.keys):
             row.pop(key, None)
         row["extra_info"] = extra = row.get("extra_info") or {}
-        row["data_source"] = row.get(self.config.reward_fn_key) or UNKNOWN_SOURCE
+        row["data_source"] = row.get(self.settings.reward_fn_key) or UNKNOWN_SOURCE
         own_index = item if source.get("index") is None else source["index"]  # pandas often writes such a column
         row["index"] = extra.get("index", own_index)
         row["row_index"] = item
@@ -271,7 +393,7 @@ class RLHFDataset(Dataset):
 
     def _refuse_unusable_columns(self) -> None:
         for file in self.files:
-            taken = [name for name in file.columns if name in MADE_HERE and name != self.config.prompt_key]
+            taken = [name for name in file.columns if name in MADE_HERE and name != self.prompt_key]
             if taken:
                 raise DataError(f"{file.path} has columns that a run makes itself: {', '.join(taken)}. Rename them.")
             self.images.refuse_media(file)
@@ -289,18 +411,23 @@ class RLHFDataset(Dataset):
             yield self._place((file, row_index)), None if column is None else column[row_index]
 
     def _prompts(self, rows: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], str, ImagePrompt]]:
-        config = self.config
-        names = (config.prompt_key, config.image_key, config.video_key)
-        for row, *values in zip(rows, *(self._column(name, rows) for name in names), strict=True):
-            where = values[0][0]
-            source = dict(zip(names, (value for _, value in values), strict=True))
-            prompt = self.images.prompt(source[config.prompt_key], source, where)
+        if self._replaces("_build_messages"):  # which may read any column
+            sources = ((self._place(row), self.files[row[0]].row(row[1])) for row in rows)
+        else:
+            sources = self._columns_of_prompts(rows)
+        for row, (where, source) in zip(rows, sources, strict=True):
+            prompt = self._image_prompt(source, where)
             require_written_calls(prompt.plain, self.tokenizer, where)
             self.checks.prompt(prompt.plain, where)
             yield row, where, prompt
 
+    def _columns_of_prompts(self, rows: Sequence[tuple[int, int]]) -> Iterator[tuple[str, Row]]:
+        names = (self.prompt_key, self.image_key, self.video_key)
+        for values in zip(*(self._column(name, rows) for name in names), strict=True):
+            yield values[0][0], dict(zip(names, (value for _, value in values), strict=True))
+
     def _check_side_columns(self, rows: Sequence[tuple[int, int]]) -> None:
-        key = self.config.reward_fn_key
+        key = self.settings.reward_fn_key
         for where, source in self._column(key, rows):
             if source is not None and not isinstance(source, str):
                 raise DataError(
@@ -323,12 +450,11 @@ class RLHFDataset(Dataset):
         return kept
 
     def _fitting(self, rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        config = self.config
         self._check_side_columns(rows)
-        workers = config.filter_overlong_prompts_workers or 1
-        cuts = not config.filter_overlong_prompts and config.truncation != "error"
+        workers = self.num_workers
+        cuts = not self._filters and self.truncation != "error"
         readable, must_fit, texts, added = [], [], [], []
-        for row, prompt, image_tokens in self.images.measured(self._prompts(rows), workers, config.max_prompt_length):
+        for row, prompt, image_tokens in self.images.measured(self._prompts(rows), workers, self.max_prompt_length):
             readable.append(row)
             self._template_kwargs(row)
             if not cuts or prompt.images:
@@ -340,24 +466,28 @@ class RLHFDataset(Dataset):
         lengths = [sum(n) for n in zip(token_lengths(texts, self.tokenizer, workers), added, strict=True)]
         return self._without_long(readable, dict(zip(must_fit, lengths, strict=True)))
 
+    @property
+    def _filters(self) -> bool:
+        return self.filter_overlong_prompts and not self._replaces("maybe_filter_out_long_prompts")
+
     def _without_long(
         self, rows: list[tuple[int, int]], lengths: Mapping[tuple[int, int], int]
     ) -> list[tuple[int, int]]:
         """Drop the rows whose prompts are too long; ``lengths`` are the tokens of those that must not be cut."""
-        config, limit = self.config, self.config.max_prompt_length
+        limit = self.max_prompt_length
         long = [row for row, length in lengths.items() if length > limit]
         if not long:
             return rows
         longest = max(lengths.values())
-        if len(long) == len(rows) and not self.rows:
+        if len(long) == len(rows) and not vars(self).get("rows"):
             raise DataError(
                 f"all {len(long)} prompts are longer than max_prompt_length={limit}: the shortest has "
                 f"{min(lengths.values())} tokens, the longest {longest} (with the chat template). "
                 f"Set max_prompt_length to {longest} to keep them all."
             )
-        if not config.filter_overlong_prompts:
-            why = "truncation is 'error'" if config.truncation == "error" else "prompts with images are never cut"
-            cut = ", or set truncation to left, right or middle" if config.truncation == "error" else ""
+        if not self._filters:
+            why = "truncation is 'error'" if self.truncation == "error" else "prompts with images are never cut"
+            cut = ", or set truncation to left, right or middle" if self.truncation == "error" else ""
             raise DataError(
                 f"{len(long)} of {len(rows)} prompts are longer than max_prompt_length={limit} and {why}: the first is "
                 f"{self._place(long[0])} with {lengths[long[0]]} tokens, the longest has {longest}. Raise "

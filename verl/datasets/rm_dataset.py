@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from verl.config import PreferenceDataConfig
 from verl.datasets.chat import Message, require_usable, token_lengths
 from verl.datasets.content_checks import ContentChecks
 from verl.datasets.files import DataFile, Row, choose_rows, open_files, require_columns
@@ -31,7 +32,6 @@ from verl.protocol.shared import SharedTensors
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
-    from verl.config import PreferenceDataConfig
     from verl.vision.prompts import Picture
 
 Side = tuple[list[int], list[int]]
@@ -92,7 +92,7 @@ class RMDataset(Dataset):
         self,
         parquet_files: str | Sequence[str],
         tokenizer: Any,
-        config: PreferenceDataConfig,
+        config: PreferenceDataConfig | Mapping[str, object],
         processor: ProcessorMixin | None = None,
         max_samples: int = -1,
     ) -> None:
@@ -100,6 +100,8 @@ class RMDataset(Dataset):
         require_turn_ends(tokenizer)
         self.tokenizer = tokenizer
         self.config = config
+        config = PreferenceDataConfig.of(config)
+        self.use_settings(config)
         self.template_kwargs = dict(config.apply_chat_template_kwargs)
         self.files: list[DataFile] = open_files(parquet_files, "parquet_files")
         columns = {config.chosen_key: "chosen_key", config.rejected_key: "rejected_key"}
@@ -111,6 +113,10 @@ class RMDataset(Dataset):
             self.images.refuse_media(file)
         self.rows = choose_rows(self.files, max_samples, config.shuffle, config.seed)
         self._check_pairs()
+
+    def use_settings(self, settings: PreferenceDataConfig) -> None:
+        """Read rows by other settings from now on."""
+        self.settings = settings
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -156,8 +162,8 @@ class RMDataset(Dataset):
     def _plain_pair(self, row: Row, where: str) -> tuple[Pair, Media]:
         """The conversations with texts alone, and the images and videos for which ``<image>`` and ``<video>`` stand."""
         if self.images.maker is None:
-            return make_pair(row, self.config, where), {}
-        config = self.config
+            return make_pair(row, self.settings, where), {}
+        config = self.settings
         of_prompt: Media | None = None
         # The first of them has the prompt.
         for key in filter(None, (config.prompt_key, config.chosen_key, config.rejected_key)):
@@ -185,7 +191,7 @@ class RMDataset(Dataset):
         return [render_conversation(messages, self.tokenizer, where, **template_kwargs) for messages in sides]
 
     def _template_kwargs(self, row: Row, where: str) -> dict[str, object]:
-        config = self.config
+        config = self.settings
         of_row = row_template_kwargs(row, config.tools_key, config.enable_thinking_key, self.tokenizer, where)
         return self.template_kwargs | of_row
 
@@ -208,7 +214,7 @@ class RMDataset(Dataset):
                     messages,
                     self.tokenizer,
                     f"{where}, {name}",
-                    strict=not self.config.ignore_input_ids_mismatch,
+                    strict=not self.settings.ignore_input_ids_mismatch,
                     first=pair.shared,
                     **template_kwargs,
                 ),
@@ -220,7 +226,7 @@ class RMDataset(Dataset):
         return chosen, rejected, images
 
     def _fit(self, item: int, chosen: Side, rejected: Side, has_images: bool) -> tuple[Side, Side]:
-        limit = self.config.max_length
+        limit = self.settings.max_length
         if max(len(chosen[0]), len(rejected[0])) <= limit:
             return chosen, rejected
         if has_images:
@@ -228,14 +234,14 @@ class RMDataset(Dataset):
                 f"{self._too_long(item, chosen, rejected)} Pairs with images are never cut: raise it, or take the row "
                 "out."
             )
-        if self.config.truncation == "left":
+        if self.settings.truncation == "left":
             return self._cut_prompt(item, chosen, rejected)
-        if self.config.truncation == "right":
+        if self.settings.truncation == "right":
             return self._cut_ends(item, chosen, rejected)
         raise DataError(f"{self._too_long(item, chosen, rejected)} Raise it, or set truncation to left or right.")
 
     def _cut_prompt(self, item: int, chosen: Side, rejected: Side) -> tuple[Side, Side]:
-        drop = max(len(chosen[0]), len(rejected[0])) - self.config.max_length
+        drop = max(len(chosen[0]), len(rejected[0])) - self.settings.max_length
         prompt = min(chosen[1].index(1), rejected[1].index(1))
         if drop >= prompt:
             raise DataError(
@@ -245,7 +251,7 @@ class RMDataset(Dataset):
         return (chosen[0][drop:], chosen[1][drop:]), (rejected[0][drop:], rejected[1][drop:])
 
     def _cut_ends(self, item: int, chosen: Side, rejected: Side) -> tuple[Side, Side]:
-        limit = self.config.max_length
+        limit = self.settings.max_length
         cut = []
         for ids, mask in (chosen, rejected):
             last = len(mask) - 1 - mask[::-1].index(1)  # the end-of-turn token
@@ -263,7 +269,7 @@ class RMDataset(Dataset):
     def _too_long(self, item: int, chosen: Side, rejected: Side) -> str:
         return (
             f"{self.place(item)}: chosen has {len(chosen[0])} tokens and rejected {len(rejected[0])}, "
-            f"more than max_length={self.config.max_length}."
+            f"more than max_length={self.settings.max_length}."
         )
 
     def _check_pairs(self) -> None:
@@ -274,7 +280,7 @@ class RMDataset(Dataset):
         with_images: list[bool] = []
         kept: list[tuple[int, int]] = []
         checks = ContentChecks(self.tokenizer, "pairs")
-        measured = self.images.measured(self._prompts(checks, pairs), DECODERS, self.config.max_length)
+        measured = self.images.measured(self._prompts(checks, pairs), DECODERS, self.settings.max_length)
         for row, prompt, image_tokens in measured:
             where, values = self._locate(row)
             kwargs = self._template_kwargs(values, where)
@@ -285,13 +291,13 @@ class RMDataset(Dataset):
             added.append(image_tokens)
             with_images.append(bool(prompt.images))
             kept.append(row)
-        if not self.config.ignore_input_ids_mismatch:
+        if not self.settings.ignore_input_ids_mismatch:
             checks.refuse("lost text")
         checks.report()
         self.rows = kept
         lengths = token_lengths(texts, self.tokenizer)
         longest = [max(lengths[2 * item : 2 * item + 2]) + more for item, more in enumerate(added)]
-        limit, cuts = self.config.max_length, self.config.truncation != "error"
+        limit, cuts = self.settings.max_length, self.settings.truncation != "error"
         too_long = [item for item, length in enumerate(longest) if length > limit]
         uncut = [item for item in too_long if with_images[item] or not cuts]
         if uncut:
@@ -314,7 +320,7 @@ class RMDataset(Dataset):
             plain, media = self._plain_pair(values, where)
             require_written_calls(plain.chosen + plain.rejected, self.tokenizer, where)
             checks.conversation(plain.chosen + plain.rejected[plain.shared :], where)
-            strict, kwargs = not self.config.ignore_input_ids_mismatch, self._template_kwargs(values, where)
+            strict, kwargs = not self.settings.ignore_input_ids_mismatch, self._template_kwargs(values, where)
             for side in (plain.chosen, plain.rejected):
                 if lost := lost_text(side, self.tokenizer, where, strict, plain.shared, **kwargs):
                     checks.add("lost text", where, lost)

@@ -23,11 +23,11 @@ class SFTDataset(MultiTurnSFTDataset):
 
     def needed_columns(self) -> dict[str, str]:
         """The two columns; see :meth:`MultiTurnSFTDataset.needed_columns`."""
-        return {self.config.prompt_key or "": "prompt_key", self.config.response_key or "": "response_key"}
+        return {self.settings.prompt_key or "": "prompt_key", self.settings.response_key or "": "response_key"}
 
     def conversation(self, row: Row, where: str) -> ImagePrompt:
         """Prompt and response as messages, with the images of the prompt."""
-        config = self.config
+        config = self.settings
         prompt = _descend(row[config.prompt_key or ""], config.prompt_dict_keys, where, "prompt_dict_keys")
         response = _descend(row[config.response_key or ""], config.response_dict_keys, where, "response_dict_keys")
         if not isinstance(response, str):

@@ -108,8 +108,9 @@ class PreferenceRunner(SupervisedRunner):
     ) -> Dataset:
         """Open the data set of pairs."""
         from verl.datasets.build import create_rm_dataset
+        from verl.trainer.config.load import data_section
 
-        return create_rm_dataset(files, config.data, tokenizer, processor_of(config), max_samples)
+        return create_rm_dataset(files, data_section(config), tokenizer, processor_of(config), max_samples)
 
     def collate_fn(self, config: PreferenceConfig, tokenizer: PreTrainedTokenizerBase) -> Callable:
         """A function that pads pairs on the right into a batch."""

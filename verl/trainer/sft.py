@@ -123,8 +123,9 @@ class SFTRunner(SupervisedRunner):
     ) -> Dataset:
         """Open the data set of conversations, or of prompts and responses."""
         from verl.datasets import create_sft_dataset
+        from verl.trainer.config.load import data_section
 
-        return create_sft_dataset(files, config.data, tokenizer, processor_of(config), max_samples)
+        return create_sft_dataset(files, data_section(config), tokenizer, processor_of(config), max_samples)
 
     def collate_fn(self, config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Callable:
         """A function that pads items on the right into a batch."""

@@ -47,7 +47,7 @@ def talk(*contents):
 def test_prompts_by_hand(tmp_path, filters, unusable):
     file = prompts(tmp_path / "x.jsonl")
     dataset = RLHFDataset(file, TOKENIZER, DataConfig(truncation="right"))
-    dataset.config = DataConfig(max_prompt_length=6)
+    dataset.use_settings(DataConfig(max_prompt_length=6))
     report = inspect_dataset(dataset, "data.train_files", limit=6, filters=filters)
     assert report.rows == 4
     assert report.lengths == [3, 6, 3, 10]
@@ -111,7 +111,7 @@ def test_pairs_by_hand(tmp_path):
         {"prompt": "a", "chosen": "3333", "rejected": "4444"},  # 8: cut at 6 they differ
     ]
     dataset = RMDataset(jsonl(tmp_path / "x.jsonl", records), TOKENIZER, PreferenceDataConfig(max_length=100))
-    dataset.config = PreferenceDataConfig(max_length=6, truncation="right")
+    dataset.use_settings(PreferenceDataConfig(max_length=6, truncation="right"))
     report = inspect_dataset(dataset, "data.train_files", 6, filters=False)
     assert report.lengths == [6, 8, 8]
     assert [item for item, _ in report.unusable] == [1]

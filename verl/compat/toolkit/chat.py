@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from verl.datasets.chat import extract_system_prompt_and_generation
 from verl.utils.tokenizer import normalize_token_ids
 
 if TYPE_CHECKING:
@@ -40,24 +41,6 @@ def apply_chat_template(
 def initialize_system_prompt(tokenizer: PreTrainedTokenizerBase, **apply_chat_template_kwargs: object) -> list[int]:
     """Return the tokens that a template puts before the first message, such as a system prompt of its own."""
     return extract_system_prompt_and_generation(tokenizer, **apply_chat_template_kwargs)[0]
-
-
-def extract_system_prompt_and_generation(
-    tokenizer: PreTrainedTokenizerBase, **apply_chat_template_kwargs: Any
-) -> tuple[list[int], list[int]]:
-    """Return the tokens that a template puts before the first message, and those that open an answer.
-
-    The first are what one message has more than a second one adds; it must be a template that treats both alike.
-    """
-    message = {"role": "user", "content": ""}
-
-    def ids(count: int, opened: bool) -> list[int]:
-        return apply_chat_template(
-            tokenizer, [message] * count, add_generation_prompt=opened, **apply_chat_template_kwargs
-        )
-
-    one, two, opened = ids(1, False), ids(2, False), ids(1, True)
-    return one[: len(one) - (len(two) - len(one))], opened[len(one) :]
 
 
 def get_processor_token_id(processor: ProcessorMixin, token_name: str) -> int | None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
 from rich.table import Table
 from rich.text import Text
 
@@ -62,6 +63,11 @@ class Kind:
     """Name of a sequence in the length table."""
 
 
+def _changed(data: Any, **changes: object) -> Any:
+    """Return a section with other values, typed or, for a class of the user's own, as composed."""
+    return OmegaConf.merge(data, changes) if OmegaConf.is_config(data) else replace(data, **changes)
+
+
 def _open_prompts(
     files: str | Sequence[str],
     data: DataConfig,
@@ -72,7 +78,7 @@ def _open_prompts(
     from verl.datasets import create_rl_dataset
 
     # Prompts with images are measured although the rest is cut: no length is refused here.
-    open_config = replace(data, truncation="right", filter_overlong_prompts=False, max_prompt_length=sys.maxsize)
+    open_config = _changed(data, truncation="right", filter_overlong_prompts=False, max_prompt_length=sys.maxsize)
     return create_rl_dataset(files, open_config, tokenizer, processor, is_train=False, max_samples=max_samples)
 
 
@@ -85,7 +91,7 @@ def _open_conversations(
 ) -> Dataset:
     from verl.datasets import create_sft_dataset
 
-    open_config = replace(data, truncation="right", max_length=sys.maxsize)
+    open_config = _changed(data, truncation="right", max_length=sys.maxsize)
     return create_sft_dataset(files, open_config, tokenizer, processor, max_samples)
 
 
@@ -98,7 +104,7 @@ def _open_pairs(
 ) -> Dataset:
     from verl.datasets.build import create_rm_dataset
 
-    return create_rm_dataset(files, replace(data, max_length=sys.maxsize), tokenizer, processor, max_samples)
+    return create_rm_dataset(files, _changed(data, max_length=sys.maxsize), tokenizer, processor, max_samples)
 
 
 KINDS = {
@@ -144,6 +150,7 @@ def inspect(config: Any, kind: Kind, is_plain: bool = False) -> int:
     # Here, not above: they need torch and transformers, and --help does not.
     from verl.datasets.mixing import check_weights
     from verl.plugins.inspect.report import inspect_dataset
+    from verl.trainer.config.load import data_section
     from verl.utils.tokenizer import hf_processor, tokenizer_of
 
     config = local_copies(config)
@@ -157,14 +164,14 @@ def inspect(config: Any, kind: Kind, is_plain: bool = False) -> int:
         files = data[f"{split}_files"]
         if not files:
             continue
-        dataset = kind.open(files, data, tokenizer, processor, data[f"{split}_max_samples"])
-        needed = ("files", "images", "texts", "sequences", "place", "row_images")
+        dataset = kind.open(files, data_section(config), tokenizer, processor, data[f"{split}_max_samples"])
+        needed = ("files", "images", "texts", "sequences", "place", "row_images", "use_settings")
         if missing := [name for name in needed if not hasattr(dataset, name)]:
             raise ConfigError(
                 f"data.custom_cls: {type(dataset).__name__} cannot be inspected, since it has no "
                 f"{', '.join(missing)}. Let it inherit from one of verl.utils.dataset."
             )
-        dataset.config = data  # opened leniently; from here on rows are read as the run reads them
+        dataset.use_settings(data)  # opened leniently; from here on rows are read as the run reads them
         report = inspect_dataset(dataset, key, data[kind.limit], filters)
         if split == "train" and data.get("source_weights"):
             check_weights(data.source_weights, list(report.sources))

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl.base.redact import redacted, secrets_in
 from verl.config import BaseConfig, PPOConfig, Problem, SupervisedConfig
+from verl.config.base import config_fields
 from verl.config.problems import report, shown
 from verl.errors import ConfigError, SectionError
 from verl.trainer.config.derive import derive, derive_from_algorithm
@@ -86,7 +87,7 @@ def load_config(
         cause = "only a program that computes advantages itself may leave out the estimator"
         problems.append(Problem("algorithm.adv_estimator", None, cause, remedy="name one: grpo, gae, rloo, ..."))
     remarks += derive(tree, raw, keys, inactive, explicit, problems, chooses_engine=with_algorithms)
-    if issubclass(root, PPOConfig):
+    if "composed" in config_fields(root):
         tree["composed"] = raw
     config, mistyped = _build(tree, raw, root, keys, problems)
     config = _with_subclasses(config, translator.extended, problems)
@@ -140,7 +141,12 @@ def _raise(problems: list[Problem], sections: Collection[str], raw: Tree, note: 
         raise ConfigError(redacted(text, secrets_in(raw)))
 
 
-def as_composed(config: PPOConfig) -> DictConfig:
+def data_section(config: Any) -> Any:
+    """Return the section ``data`` for a data set: as composed, with all keys, for a class of the user's own."""
+    return as_composed(config).data if config.data.custom_cls.path else config.data
+
+
+def as_composed(config: PPOConfig | SupervisedConfig) -> DictConfig:
     """Return a checked configuration in the form in which Hydra composes it.
 
     It also has the keys that nothing reads, as they were given. What follows from other settings is filled in; sizes
@@ -150,11 +156,13 @@ def as_composed(config: PPOConfig) -> DictConfig:
     for key in all_inactive(type(config)).values():
         if key.per_rank:
             put(tree, key.path, None)
-    loss = config.actor_rollout_ref.actor.policy_loss
-    if loss.rollout_correction is not None:
-        put(tree, f"{_POLICY_LOSS}.rollout_correction", loss.rollout_correction.to_dict())
     tree = merged(tree, config.to_dict())
-    view: DictConfig = OmegaConf.create(tree | {"reward": reward_section(tree)})
+    if isinstance(config, PPOConfig):
+        loss = config.actor_rollout_ref.actor.policy_loss
+        if loss.rollout_correction is not None:
+            put(tree, f"{_POLICY_LOSS}.rollout_correction", loss.rollout_correction.to_dict())
+        tree |= {"reward": reward_section(tree)}
+    view: DictConfig = OmegaConf.create(tree)
     OmegaConf.set_struct(view, True)
     return view
 

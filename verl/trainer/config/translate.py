@@ -44,6 +44,7 @@ from verl.trainer.config.keys import (
 from verl.trainer.config.other_libraries import other_name, remedy_for, similar_name
 
 _MISSING = object()
+KEPT = "{keys}: only the class of custom_cls reads it, verl has no such key"
 
 ALIASES = (*key_table.ALIASES, *key_releases.ALIASES)
 RETIRED = (*key_table.RETIRED, *key_releases.RETIRED)
@@ -175,7 +176,9 @@ class Translator:
         self._take_out_entries(tree, by_reason)
         self._take_out_inactive(tree, raw, interpolations, by_reason)
         self._replace_values(tree, raw, by_reason)
+        kept_keys = by_reason.pop(KEPT, [])
         remarks = [f"no effect: {', '.join(paths)} ({reason})" for reason, paths in by_reason.items()]
+        remarks += [KEPT.format(keys=", ".join(kept_keys))] if kept_keys else []
         kept = "the configuration of this program has a key that verl does not read"
         return remarks + [f"{key}: {kept}; did you mean {near}?" for key, near in misspelt.items()]
 
@@ -264,6 +267,9 @@ class Translator:
             self._refuse(path, value, retired.reason)
         elif self.of_program:
             misspelt |= self._resembled(path)
+        elif get(tree, f"{parent.partition('.')[0]}.custom_cls.path"):
+            misspelt |= self._resembled(path)
+            return KEPT
         else:
             self.problems.append(self._unknown(path, value))
         return None
