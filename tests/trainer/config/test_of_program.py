@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,6 +22,13 @@ from verl.trainer.roles import Needs
 @section
 class MyActorConfig(FSDPActorConfig):
     """An actor with one more setting."""
+
+    my_beta: float = 0.5
+
+
+@dataclass
+class PlainActorConfig(FSDPActorConfig):
+    """The same by the standard library's decorator."""
 
     my_beta: float = 0.5
 
@@ -66,10 +74,12 @@ def test_known_keys_are_checked(run: Run):
         load_config(composed(run, "mine.a=1", "actor_rollout_ref.rollout.n=many"), of_program=True)
 
 
-def test_a_section_may_be_of_the_programs_own_class(run: Run):
-    cfg = composed(run, f"actor_rollout_ref.actor._target_={MINE}", "actor_rollout_ref.actor.my_beta=0.25")
+@pytest.mark.parametrize("cls", [MyActorConfig, PlainActorConfig])
+def test_a_section_may_be_of_the_programs_own_class(run: Run, cls: type[Any]):
+    target = f"actor_rollout_ref.actor._target_={cls.__module__}.{cls.__qualname__}"
+    cfg = composed(run, target, "actor_rollout_ref.actor.my_beta=0.25")
     actor = load_config(cfg, of_program=True).actor_rollout_ref.actor
-    assert isinstance(actor, MyActorConfig)
+    assert isinstance(actor, cls)
     assert (actor.my_beta, actor.ppo_mini_batch_size, actor.fsdp_config.strategy) == (0.25, 4, "fsdp")
 
 
