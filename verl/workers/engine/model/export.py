@@ -339,3 +339,14 @@ def _write_tokenizer(model: HFModelConfig, config: PretrainedConfig, folder: Pat
     if model.custom_chat_template is not None:
         (folder / "chat_template.json").unlink(missing_ok=True)  # the processor's
     tokenizer.save_pretrained(folder)
+    _use_older_names(folder / "tokenizer_config.json")
+
+
+def _use_older_names(path: Path) -> None:
+    """Write the class and the special tokens of a tokenizer by names that Transformers 4.57 reads, as 5 does too."""
+    settings = json.loads(path.read_text())
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
