@@ -239,17 +239,3 @@ def test_processes_that_die_or_hang_in_a_rollout_leave_no_trace_in_the_run(run):
             assert [n for n in sorted(names) if not same(found[step].get(n), expected.get(n))] == [], f"step {step}"
         assert ended.keys() == weights.keys()
         assert [file for file in sorted(weights) if not same(ended[file], weights[file])] == []
-
-
-@pytest.mark.slow
-def test_ranks_that_share_a_model_serve_what_each_alone_does_also_after_one_is_killed(run):
-    whole, _ = run("an engine in each rank", {})
-    split = {"actor_rollout_ref__rollout__tensor_model_parallel_size": 2}
-    found, _ = run("one engine", {2: ("rank", "twice", signal.SIGKILL)}, **split)
-    assert [found[step].get("recovery/restarts", 0) for step in (1, 2, 3)] == [0, 1, 1]
-    for step, expected in whole.items():
-        names = {name for name in found[step].keys() & expected.keys() if not name.startswith(NOT_COMPARED)}
-        assert "critic/score/mean" in names
-        for name in names:
-            assert found[step][name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6, nan_ok=True), (step, name)
-        assert found[step]["training/rollout_probs_diff_max"] < 1e-5

@@ -16,6 +16,7 @@ from verl.errors import ConfigError
 from verl.utils.model import check_finite, load_hf_config, require_on_hub
 from verl.utils.model_facts.model_files import (
     file_problem,
+    head_split_problem,
     model_type,
     quantization_problem,
     tokenizer_problem,
@@ -155,3 +156,11 @@ def test_the_config_of_a_name_on_the_hub_is_read_where_it_was_downloaded(tmp_pat
     (refs / "main").write_text("abc")
     kinds = [model_type(Path(name)) for name in ("Org/Vision", "Org/Other", "Org/ no name", "Vision")]
     assert kinds == ["qwen3_vl", None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "fits"),
+    [(8, 8, 2, True), (8, 2, 2, True), (8, 2, 4, True), (8, 2, 8, True), (6, 2, 4, False), (12, 3, 2, False)],
+)
+def test_heads_are_dealt_out_evenly(heads: int, kv_heads: int, size: int, fits: bool) -> None:
+    assert (head_split_problem(heads, kv_heads, size) is None) == fits

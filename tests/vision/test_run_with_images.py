@@ -86,7 +86,6 @@ def test_ppo_with_a_critic_and_a_kl_term(paths, tmp_path, monkeypatch, strategy)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"actor_rollout_ref__rollout__name": "native", **SPLIT}, "native does not split a model with images"),
         ({"actor_rollout_ref__rollout__name": "vllm", **SPLIT}, "vllm splits the 2 attention heads of the vision"),
         ({"actor_rollout_ref__rollout__name": "sglang", **SPLIT}, "sglang splits the 2 attention heads of the vision"),
     ],

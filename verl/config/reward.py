@@ -108,8 +108,8 @@ class JudgeRolloutConfig(BaseConfig):
     expert_parallel_size: int = setting(1, ge=1)
     """Ranks that split the experts of one layer (`vllm`, `sglang`); other engines allow only 1."""
     tensor_model_parallel_size: int = setting(2, ge=1)
-    """Ranks that split each layer; it must divide the ranks per node (`hf` allows only 1). If unset: 1 with `native`
-    and `hf`, and if 2 does not divide the ranks."""
+    """Ranks that split each layer; it must divide the ranks per node. `native` and `hf` allow only 1. If unset: 1 with
+    `native` and `hf`, and if 2 does not divide the ranks."""
     max_num_batched_tokens: int = setting(8192, ge=1)
     """Maximum number of tokens that the engine computes in one pass (`native` and `hf`: prompt tokens)."""
     max_model_len: int | None = setting(None, ge=1)

@@ -79,7 +79,6 @@ def test_the_ranks_of_a_machine_divide_among_the_engines(run: Run, size: int, ra
         ({"tensor_model_parallel_size": 8, "data_parallel_size": 2, "expert_parallel_size": 16}, 4, None),
         ({"tensor_model_parallel_size": 8}, 3, "1, 2, 4, 12"),
         ({"tensor_model_parallel_size": 6, "pipeline_model_parallel_size": 2}, 2, "1, 2, 4"),
-        ({"tensor_model_parallel_size": 8, "name": "native"}, 2, "1, 2, 4"),
     ],
 )
 def test_an_engine_has_whole_machines(run: Run, sizes: dict[str, Any], nodes: int, allowed: str | None):
@@ -195,20 +194,12 @@ def test_engines_of_this_process_say_what_they_do_not_read(run: Run, caplog: pyt
 
 @pytest.mark.parametrize("engine", ["native", "hf"])
 @pytest.mark.parametrize("kind", ["tensor_model", "pipeline_model", "data", "expert"])
-def test_engines_of_this_process_are_split_by_layers_alone_or_not_at_all(run: Run, engine: str, kind: str):
+def test_engines_of_this_process_are_not_split(run: Run, engine: str, kind: str):
     key = f"{ROLLOUT}.{kind}_parallel_size"
     given = {f"{ROLLOUT}.name": engine, key: 2, "trainer.n_gpus_per_node": 2, "trainer.controller": "ray"}
-    if engine == "native" and kind == "tensor_model":
-        assert run.load(given, explicit={key}).actor_rollout_ref.rollout.tensor_model_parallel_size == 2
-        return
-    message = run.refusal(given, explicit={key})
-    why = {
-        "native": f"{ROLLOUT}.name=native splits a model by {ROLLOUT}.tensor_model_parallel_size alone",
-        "hf": f"with {ROLLOUT}.name={engine} each rank generates with a whole copy of the model",
-    }
-    assert f"{key}=2: {why[engine]}" in message
-    others = "native, vllm or sglang" if kind == "tensor_model" else "vllm or sglang"
-    assert f"set {ROLLOUT}.name={others}" in message
+    message = only(run.refusal(given, explicit={key}))
+    assert f"{key}=2: with {ROLLOUT}.name={engine} each rank generates with a whole copy of the model" in message
+    assert f"set {ROLLOUT}.name=vllm or sglang" in message
     run.load({f"{ROLLOUT}.name": engine, key: 1}, explicit={key})
 
 
@@ -219,18 +210,6 @@ def test_settings_of_a_server_of_metrics_that_is_not_enabled_are_told(run: Run, 
     caplog.clear()
     run.load({f"{server}.port": 9100, f"{server}.enable": True})
     assert "no effect" not in caplog.text
-
-
-def test_native_deals_out_heads_evenly(run: Run):
-    (run.folder / "model" / "config.json").write_text(json.dumps({"num_attention_heads": 6, "num_key_value_heads": 2}))
-    key = f"{ROLLOUT}.tensor_model_parallel_size"
-    ranks = {"trainer.n_gpus_per_node": 12, "trainer.controller": "ray", "data.train_batch_size": 12, f"{ROLLOUT}.n": 6}
-    four = only(run.refusal(ranks | {key: 4}, explicit={key}))
-    assert f"{key}=4: each rank computes equally many of the model's 6 attention heads" in four
-    assert "allowed: 1, 2, 6" in four
-    three = only(run.refusal(ranks | {key: 3}, explicit={key}))
-    assert f"{key}=3: the model's 2 key/value heads can neither be dealt out to the ranks nor repeated evenly" in three
-    run.load(ranks | {key: 6}, explicit={key})
 
 
 def test_engines_without_kernels_for_serving_are_advised_against_on_a_gpu():
@@ -247,8 +226,7 @@ def test_the_usual_tensor_parallel_size_is_that_of_engines_that_are_split(run: R
     assert run.load().actor_rollout_ref.rollout.tensor_model_parallel_size == 1
     generation = {"rollout.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 3}
     message = run.refusal(generation, GenerationConfig, explicit=generation)
-    assert "rollout.tensor_model_parallel_size=2" in message
-    assert "does not divide trainer.n_gpus_per_node=3" in message
+    assert "rollout.tensor_model_parallel_size=2: with rollout.name=native each rank" in message
 
 
 def test_agent_loops_get_the_messages_of_prompts(run: Run):

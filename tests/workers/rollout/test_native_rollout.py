@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from tests import forks
 from verl.backends.cpu.decoder import compiled_decoder
 from verl.config.rollout import MOST_GRAPHS
-from verl.errors import RolloutError
-from verl.testing.models import tiny_model, tiny_tokenizer
+from verl.errors import ConfigError, RolloutError
+from verl.testing.models import tiny_model, tiny_model_dir, tiny_tokenizer
 from verl.testing.rollout_conformance import (
     EngineUnderTest,
     greedy,
@@ -77,6 +77,11 @@ def loaded(model: transformers.PreTrainedModel, folder: Path, **settings: object
     engine.wake()
     engine.load_weights(model.state_dict().items(), version=0)
     return engine
+
+
+def test_ranks_do_not_share_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=2: .* Set it to 1, or rollout.name to vllm"):
+        engine_for(tiny_model_dir(tmp_path / "model"), tensor_model_parallel_size=2)
 
 
 @torch.no_grad()

@@ -69,11 +69,10 @@ def _candidates(plan: Plan) -> Iterator[dict[str, object]]:
     else:
         yield from _fsdp(plan)
     rollout = plan.config.actor_rollout_ref.rollout
-    if rollout.name in (*OTHER_PROGRAMS, "native"):
+    if rollout.name in OTHER_PROGRAMS:
         for size in _larger(rollout.tensor_model_parallel_size):
             if _can_share_rollout(plan, size):
                 yield {f"{_ROLES}.rollout.tensor_model_parallel_size": size}
-    if rollout.name in OTHER_PROGRAMS:
         yield {f"{_ROLES}.rollout.gpu_memory_utilization": 0.4}
 
 

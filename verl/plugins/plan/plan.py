@@ -549,7 +549,7 @@ class Plan:
         at_once = min(rows, int(allowed // row))
         parts = {"engine weights": weights, "KV cache": max(1, at_once) * row}
         sizes = GRAPH_SIZES if rollout.cudagraph_capture_sizes is None else rollout.cudagraph_capture_sizes
-        if rollout.name == "native" and sizes and layout.ranks == 1 and not rollout.enforce_eager and not shape.experts:
+        if rollout.name == "native" and sizes and not rollout.enforce_eager and not shape.experts:
             # Logits twice: in the buffer of all graphs, and where the head computes them.
             logits = 2 * min(max(1, at_once), max(sizes)) * shape.vocabulary * layout.size
             parts["CUDA graphs"] = logits + MOST_GRAPHS * _GRAPH_BYTES

@@ -329,15 +329,15 @@ def _with_rollout(layout: SuggestedLayout, keeps: Collection[str]) -> Iterator[S
     """Yield layouts that fit, with each size of a rollout engine."""
     plan = layout.plan
     rollout, shape = plan.config.actor_rollout_ref.rollout, plan.models["actor"].memory.shape
-    per_node = rollout.n_gpus_per_node if plan.has_rollout_pool else plan.cluster.gpus_per_node
     is_program = rollout.name in OTHER_PROGRAMS
     sizes: list[int] = [1]
     if f"{_ROLLOUT}.tensor_model_parallel_size" in keeps:
         sizes = [rollout.tensor_model_parallel_size]
-    elif is_program or rollout.name == "native":
-        most = plan.rollout_ranks if is_program else per_node
+    elif is_program:
         sizes = [
-            size for size in _powers(min(32, most)) if head_split_problem(shape.heads, shape.kv_heads, size) is None
+            size
+            for size in _powers(min(32, plan.rollout_ranks))
+            if head_split_problem(shape.heads, shape.kv_heads, size) is None
         ]
     memory_key = f"{_ROLLOUT}.gpu_memory_utilization"
     for size, copies in product(sizes, _copies(plan, keeps)):

@@ -28,11 +28,9 @@ PARALLEL_SIZES = (
 def parallel_sizes(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
     """The ranks that share an engine are on one machine, or are those of several; only some engines are shared."""
     for engine in _engines(config):
-        if engine.settings.name in (*OTHER_PROGRAMS, "native"):
+        if engine.settings.name in OTHER_PROGRAMS:
             yield from _of_machines(engine)
             yield from _experts(engine)
-        if engine.settings.name == "native":
-            yield from _heads(engine)
         if engine.settings.name in OWN_ENGINES:
             yield from _of_one_rank(engine.path, engine.settings)
 
@@ -188,12 +186,11 @@ def _of_machines(engine: _PlacedEngine) -> Iterator[Problem]:
     key, size, tensor = f"{engine.path}.tensor_model_parallel_size", rollout.ranks_per_engine, PARALLEL_SIZES[0]
     others = size // rollout[tensor]
     fitting = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    if rollout.name in OTHER_PROGRAMS:
-        fitting += [ranks * n for n in range(2, engine.nodes + 1) if engine.nodes % n == 0]
+    fitting += [ranks * n for n in range(2, engine.nodes + 1) if engine.nodes % n == 0]
     if size not in fitting:
         shared = "" if others == 1 else f" ({size} with the other sizes)"
         cause = f"so many ranks{shared} share an engine, and it does not divide {engine.ranks_key}={ranks}"
-        if engine.nodes > 1 and rollout.name in OTHER_PROGRAMS:
+        if engine.nodes > 1:
             cause += f", nor is it that of 2 or more of {engine.nodes} nodes, divided evenly"
         allowed = ", ".join(str(n // others) for n in fitting if n % others == 0)
         remedy = f"set {key}=1, where the model fits on one device"
@@ -213,27 +210,10 @@ def _experts(engine: _PlacedEngine) -> Iterator[Problem]:
         yield Problem(f"{engine.path}.expert_parallel_size", size, cause, "1")
 
 
-def _heads(engine: _PlacedEngine) -> Iterator[Problem]:
-    folder, size = Path(engine.model).expanduser(), engine.settings.tensor_model_parallel_size
-    heads, kv_heads = model_files.attention_heads(folder), model_files.key_value_heads(folder)
-    if heads is None or kv_heads is None:
-        return
-    if cause := model_files.head_split_problem(heads, kv_heads, size):
-        allowed = [n for n in range(1, heads + 1) if model_files.head_split_problem(heads, kv_heads, n) is None]
-        yield Problem(
-            f"{engine.path}.tensor_model_parallel_size", size, cause, ", ".join(map(str, allowed)), "choose one of them"
-        )
-
-
 def _of_one_rank(path: str, rollout: RolloutConfig) -> Iterator[Problem]:
-    """Refuse what engines in the trainer's process do not split: all but ``native``'s layers."""
+    """Refuse to split a model over ranks where the engine is in the trainer's process."""
     for name in PARALLEL_SIZES:
-        if rollout[name] == 1 or (rollout.name == "native" and name == PARALLEL_SIZES[0]):
-            continue
-        if rollout.name == "native":
-            cause = f"{path}.name=native splits a model by {path}.tensor_model_parallel_size alone"
-        else:
+        if rollout[name] > 1:
             cause = f"with {path}.name={rollout.name} each rank generates with a whole copy of the model"
-        engines = "native, vllm or sglang" if name == PARALLEL_SIZES[0] else "vllm or sglang"
-        remedy = f"leave it out; to split a model over ranks so, set {path}.name={engines}"
-        yield Problem(f"{path}.{name}", rollout[name], cause, "1", remedy)
+            remedy = f"leave it out; to split a model over ranks so, set {path}.name=vllm or sglang"
+            yield Problem(f"{path}.{name}", rollout[name], cause, "1", remedy)

@@ -35,9 +35,6 @@ def models_with_images(config: PPOConfig) -> Problems:
         if heads is not None and heads % rollout.tensor_model_parallel_size:
             cause = f"{rollout.name} splits the {heads} attention heads of the vision tower over these ranks"
             yield Problem(key, rollout.tensor_model_parallel_size, cause, f"a divisor of {heads}")
-    elif rollout.tensor_model_parallel_size > 1:
-        cause = f"{rollout.name} does not split a model with images ({kind}) over ranks; vllm and sglang do"
-        yield Problem(key, rollout.tensor_model_parallel_size, cause, "1")
     if config.reward_model.enable and config.judge is None:
         yield from _of_reward_model(config, kind)
     if needs_critic(config):

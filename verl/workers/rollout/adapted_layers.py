@@ -37,12 +37,10 @@ class _Adapter:
 def computes_adapters(config: RolloutConfig, model_config: HFModelConfig) -> bool:
     """Return whether an engine in the worker's process computes adapters beside the weights.
 
-    It does where merged weights would be rounded. Adapters of experts, those of DoRA, and those of a model that ranks
-    split are merged.
+    It does where merged weights would be rounded. Adapters of experts and those of DoRA are merged.
     """
     is_rounded = torch_dtype(config.dtype) is not torch.float32 or config.quantization is not None
-    is_whole = config.tensor_model_parallel_size == 1
-    return model_config.has_adapters and is_rounded and is_whole and are_linear(model_config)
+    return model_config.has_adapters and is_rounded and are_linear(model_config)
 
 
 class AdaptedLayers:

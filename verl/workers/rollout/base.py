@@ -108,8 +108,7 @@ class BaseRollout(ABC):
         self.ranks_per_engine = 1
         """Number of consecutive ranks that share one engine; all of them must be given the same prompts."""
         self.leads = True
-        """Whether this rank's responses count; the other ranks of its engine take part in ``load_weights`` and, where
-        they hold a part of the model, in its passes."""
+        """Whether this rank's responses count; the other ranks of its engine take part in ``load_weights`` alone."""
         self.on_state: Callable[[EngineState], object] | None = None
         """Called with the state of the engine: after it woke and fell asleep, and now and then while it works. It must
         return at once."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from verl.backends.cuda.layers import fuses_layers
-from verl.protocol import DataProto
+from verl.errors import ConfigError
 from verl.utils.available_memory import available_memory
 from verl.utils.model import longrope_threshold, torch_dtype
 from verl.workers.adapted_weights import AdaptedWeights
@@ -28,9 +28,8 @@ from verl.workers.rollout.native.generation import Generation
 from verl.workers.rollout.native.memory import KeyValueMemory
 from verl.workers.rollout.native.model import NativeModel, cannot_serve
 from verl.workers.rollout.native.prefixes import PAGE, PrefixCache
-from verl.workers.rollout.native.tensor_parallel import EngineRanks
 from verl.workers.rollout.quantized_layers import FORMATS
-from verl.workers.rollout.request import DrawnPart, FinishReason, requests_from_prompts
+from verl.workers.rollout.request import DrawnPart, FinishReason
 from verl.workers.rollout.request_queue import Answer, RequestQueue
 from verl.workers.rollout.sampling import StopRules, TokenSampler
 from verl.workers.rollout.state import EngineState
@@ -49,21 +48,25 @@ class NativeRollout(BaseRollout):
     """Rollout engine in the trainer's process; arguments as for :class:`BaseRollout`.
 
     Raises:
+        ConfigError: ``tensor_model_parallel_size`` is not 1.
         RolloutError: the architecture is not supported; the message names other engines.
     """
 
     def set_up(self) -> None:
         """See :meth:`BaseRollout.set_up`."""
         dtype = torch_dtype(self.config.dtype)
-        self._ranks = EngineRanks(self.config.tensor_model_parallel_size, self.device)
-        self.ranks_per_engine, self.leads = self._ranks.size, self._ranks.leads
+        if (size := self.config.tensor_model_parallel_size) > 1:
+            raise ConfigError(
+                f"rollout.tensor_model_parallel_size={size}: each rank of rollout.name=native holds a whole copy of "
+                "the model. Set it to 1, or rollout.name to vllm or sglang, which split a model over ranks."
+            )
         trusts_code = self.model_config.trust_remote_code
         with_graphs = self.device.type == "cuda" and not self.config.enforce_eager
         sizes = self.config.cudagraph_capture_sizes if with_graphs else ()
         fused = self.device.type == "cuda" and fuses_layers(self.model_config.use_liger)
         eight_bits = None if self.config.quantization is None else FORMATS[self.config.quantization]
         self._model = NativeModel(
-            self.hf_config, dtype, self.device, trusts_code, self._ranks, sizes, fused, quantization=eight_bits
+            self.hf_config, dtype, self.device, trusts_code, sizes, fused, quantization=eight_bits
         )
         self._check_rotation()
         self._memory: KeyValueMemory | None = None
@@ -185,24 +188,16 @@ class NativeRollout(BaseRollout):
             unbegun = self._output([], [], "abort")  # aborted before it took any
         return [cast(RolloutOutput, answers.get(request_id, unbegun)) for request_id in range(len(requests))]
 
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """See :meth:`BaseRollout.generate_sequences`. Collective over the ranks that share the model."""
-        if self.leads:
-            return super().generate_sequences(prompts)
-        self.generate(requests_from_prompts(prompts, self.config))
-        return DataProto()
-
     @torch.inference_mode()
     def serve(self, queue: RequestQueue) -> None:
         """See :meth:`BaseRollout.serve`. A request is admitted within four tokens of those that run.
 
         With ``rollout.enable_prefix_caching`` keys and values of prompts and responses are kept for requests that begin
         with the same tokens, until the weights change. :meth:`abort` ends the requests that were taken; later ones are
-        served. While there are none, other threads may replace the weights, or let the engine sleep. Of ranks that
-        share the model the first takes the requests; the others give a queue that is closed.
+        served. While there are none, other threads may replace the weights, or let the engine sleep.
         """
         longest, caches = self.max_model_len - 1, self.config.enable_prefix_caching
-        while self._ranks.share(self.leads and queue.wait()):
+        while queue.wait():
             with self._lock:
                 memory = self._memory_for(self.config.max_num_seqs, longest, longest, caches)
                 self._answer_all(queue, memory, lambda request: self.check_requests([request]), self._cache)
@@ -276,7 +271,6 @@ class NativeRollout(BaseRollout):
 
     def _allocate(self, rows: int, prompt: int, response: int, caches: bool) -> None:
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_memory()
-        free = self._ranks.smallest(free)  # all ranks of an engine run the same rows
         shape, text = self._model.shape, min(prompt + response, self.max_model_len - 1)
         allowed = int(free * self.config.gpu_memory_utilization) // shape.bytes_per_token  # tokens
         affordable = int(allowed * (1 - _CACHE_SHARE if caches else 1)) // text

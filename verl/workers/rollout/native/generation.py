@@ -67,8 +67,6 @@ class Arrivals:
 class Generation:
     """The loop over the requests of a queue; those that come while it runs are admitted within four tokens.
 
-    Ranks that share the model run the same loop, with the requests and the tokens of the first of them.
-
     Running requests have rows of tables, which are used again after the response has ended.
 
     Args:
@@ -174,11 +172,11 @@ class Generation:
     # ---- requests that come
 
     def _news(self, aborted: Event) -> Arrivals:
-        """Return what came since the last token, the same on all ranks of the engine."""
+        """Return what came since the last token."""
         queue, is_aborted = self._queue, aborted.is_set()
         # What is not begun stays in the queue.
         requests = [] if is_aborted else queue.take(None, wait=False)
-        return self._model.ranks.share(Arrivals(is_aborted, queue.take_cancelled(), requests))
+        return Arrivals(is_aborted, queue.take_cancelled(), requests)
 
     def _take(self, requests: Sequence[tuple[int, RolloutRequest]]) -> None:
         """Group new requests by prompt, in the order of arrival."""
@@ -216,8 +214,7 @@ class Generation:
             return []
         self._waited = 0
         passes = []
-        ranks = self._model.ranks
-        while not ranks.share(aborted.is_set()) and (chosen := self._next_pass(memory.room - memory.rows)):
+        while not aborted.is_set() and (chosen := self._next_pass(memory.room - memory.rows)):
             rows = [heapq.heappop(self._free) for group in chosen for _ in group.members]
             passes.append((self._start(chosen, rows), self._prefill(chosen, rows)))
         return passes
@@ -323,7 +320,6 @@ class Generation:
         newest, log_probs = self._sampler(logits, rows, step, kept)
         if kept_ids is not None and kept is not None:
             kept_ids[rows, step] = kept
-        newest = self._model.ranks.of_first(newest)
         self._tokens[rows, step], self._log_probs[rows, step] = newest, log_probs
         self._drawn[rows] = step + 1
         self.response_tokens += len(rows)

@@ -40,14 +40,6 @@ from verl.workers.rollout.native.memory import (
     KeyValueMemory,
     SharedPromptMemory,
 )
-from verl.workers.rollout.native.tensor_parallel import (
-    EngineRanks,
-    Part,
-    Split,
-    kv_heads_per_rank,
-    split_model,
-    split_problem,
-)
 from verl.workers.rollout.placed_images import PlacedImages, images_of_pass
 from verl.workers.rollout.quantized_layers import SCALE, QuantizedWeight, WeightFormat, quantize_layers
 from verl.workers.routers import Routers
@@ -64,9 +56,8 @@ class NativeModel:
         dtype: format of the weights.
         device: where it computes.
         trust_remote_code: see ``model.trust_remote_code``.
-        ranks: the ranks over which the model is split; by default this one alone.
-        graph_sizes: decode by :class:`DecodeGraphs` of these numbers of rows, unless several ranks split the model;
-            None: of :data:`GRAPH_SIZES`, if decoding of this architecture is known to allow it.
+        graph_sizes: decode by :class:`DecodeGraphs` of these numbers of rows; None: of :data:`GRAPH_SIZES`, if decoding
+            of this architecture is known to allow it.
         fuses_layers: compute norms, gates and rotations by Liger's kernels, on a GPU.
         quantization: keep the weights of linear layers in a format of 8 bits, see :mod:`quantized_layers`; None: in
             ``dtype``.
@@ -81,12 +72,10 @@ class NativeModel:
         dtype: torch.dtype,
         device: torch.device,
         trust_remote_code: bool = False,
-        ranks: EngineRanks | None = None,
         graph_sizes: Sequence[int] | None = (),
         fuses_layers: bool = False,
         quantization: WeightFormat | None = None,
     ) -> None:
-        self.ranks = ranks or EngineRanks(1, device)
         config = copy.deepcopy(config)  # the attention implementation is set in it
         self.module = causal_lm_without_weights(config, dtype, device, trust_remote_code)
         self.dtype, self.device = dtype, device
@@ -94,16 +83,14 @@ class NativeModel:
         """What passes with images need; None for a model of text."""
         self.buffers = ReclaimableBuffers() if device.type == "cpu" else None
         """Memory of keys and values, reused from one rollout to the next."""
-        _check_architecture(self.module, self.ranks.size)
-        splits = split_model(self.module, self.ranks)
+        _check_architecture(self.module)
         self.routers = Routers(self.module)
         self.kernels = cpu_kernels() if device.type == "cpu" and dtype is torch.float32 else None
         self._standard_attention = attention_of(self.module.config.get_text_config())
         self.adapters = AdaptedLayers(self.module, dtype, device)
-        # The compiled step computes all layers in one call; a split model exchanges sums between them, and quantized
-        # weights are made in full for one layer at a time.
-        is_whole = self.kernels is not None and self.ranks.size == 1 and quantization is None
-        self._compiled = compiled_decoder(self.module) if is_whole else None
+        # The compiled step computes all layers in one call; quantized weights are made in full for one at a time.
+        is_compiled = self.kernels is not None and quantization is None
+        self._compiled = compiled_decoder(self.module) if is_compiled else None
         if device.type == "cpu":
             keep_freed_memory()
             if dtype is torch.float32:
@@ -113,12 +100,11 @@ class NativeModel:
         quantized = {} if quantization is None else quantize_layers(self.module, quantization, dtype)
         if quantization is not None and not quantized:
             raise cannot_serve(self.module, "has no linear layers in the way of Transformers, whose weights it rounds")
-        self._weights = _weights_by_name(self.module, splits, quantized)
+        self._weights = _weights_by_name(self.module, quantized)
         self._count = len(set(self._weights.values()))
         if graph_sizes is None:
             graph_sizes = GRAPH_SIZES if self._can_be_recorded else ()
-        with_graphs = bool(graph_sizes) and self.ranks.size == 1
-        self.graphs = DecodeGraphs(self._decode_logits, graph_sizes) if with_graphs else None
+        self.graphs = DecodeGraphs(self._decode_logits, graph_sizes) if graph_sizes else None
         self.use_native_attention()
 
     @property
@@ -137,8 +123,7 @@ class NativeModel:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Take the tensors as weights: themselves where device and format fit, copies elsewhere.
 
-        Tensors that it holds already are only recognised; changes in their values need no copy. Of a weight that is
-        split over ranks this rank's part is copied, so that the whole one can be freed before the next comes.
+        Tensors that it holds already are only recognised; changes in their values need no copy.
 
         Returns:
             problems found: weights that are unknown, missing or of another shape.
@@ -205,11 +190,11 @@ class NativeModel:
 
     @property
     def shape(self) -> CacheShape:
-        """Dimensions, format and place of this rank's keys and values."""
+        """Dimensions, format and place of keys and values."""
         text = self.module.config.get_text_config()
         heads = text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-        kv_heads = kv_heads_per_rank(self.module.config, self.ranks.size)
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
         return CacheShape(text.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device, self.buffers)
 
     @property
@@ -312,23 +297,19 @@ class _TiedWeight:
 
     Args:
         without_memory: the initial parameter, on the meta device.
-        split: the part of the weight that it is; None if it is the whole.
         quantized: how it is quantized; None if it is not.
     """
 
-    __slots__ = ("_dtype", "_holders", "_pointer", "_quantized", "_split", "_without_memory", "shape")
+    __slots__ = ("_dtype", "_holders", "_pointer", "_quantized", "_without_memory", "shape")
 
-    def __init__(
-        self, without_memory: nn.Parameter, split: Split | None = None, quantized: QuantizedWeight | None = None
-    ) -> None:
+    def __init__(self, without_memory: nn.Parameter, quantized: QuantizedWeight | None = None) -> None:
         self._holders: list[tuple[nn.Module, str]] = []
-        self._without_memory, self._split, self._quantized = without_memory, split, quantized
+        self._without_memory, self._quantized = without_memory, quantized
         # `holds` runs for each weight at each update, with cold caches, so what it compares is kept here.
         self._pointer: int | None = None
         """Address of the parameter's memory if that belongs to a tensor passed to ``put``; None if it is a copy."""
         self._dtype: torch.dtype | None = None
-        self.shape = without_memory.shape if split is None else split.shape
-        """Shape of the whole weight."""
+        self.shape = without_memory.shape
 
     def add(self, module: nn.Module, name: str) -> None:
         self._holders.append((module, name))
@@ -347,22 +328,14 @@ class _TiedWeight:
         if self._quantized is not None:
             self._put_quantized(self._quantized, tensor.to(device))
             return
-        if self._split is None:
-            used = tensor.to(device, dtype)
-        else:  # never a view, which would keep the whole weight
-            used = self._split.of(tensor).to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+        used = tensor.to(device, dtype)
         self._register(nn.Parameter(used, requires_grad=False))
         # A tensor that is not contiguous is copied again where it is used, so it cannot count as shared.
         self._pointer = used.data_ptr() if used.is_set_to(tensor) and used.is_contiguous() else None
         self._dtype = used.dtype
 
-    def _put_quantized(self, quantized: QuantizedWeight, whole: Tensor) -> None:
-        # Scales are those of the whole weight, so that a part of it is rounded as the whole is.
-        values, scale = quantized.quantize(whole)
-        if self._split is not None:
-            values = self._split.of(values).clone(memory_format=torch.contiguous_format)
-            if isinstance(self._split, Part) and self._split.dim == 0:
-                scale = self._split.of(scale).clone()
+    def _put_quantized(self, quantized: QuantizedWeight, tensor: Tensor) -> None:
+        values, scale = quantized.quantize(tensor)
         self._register(nn.Parameter(values, requires_grad=False))
         self._register(nn.Parameter(scale, requires_grad=False), SCALE)
 
@@ -377,21 +350,18 @@ class _TiedWeight:
             module.register_parameter(name + ending, parameter)
 
 
-def _weights_by_name(
-    model: nn.Module, splits: Mapping[nn.Parameter, Split], quantized: Mapping[nn.Parameter, QuantizedWeight]
-) -> dict[str, _TiedWeight]:
+def _weights_by_name(model: nn.Module, quantized: Mapping[nn.Parameter, QuantizedWeight]) -> dict[str, _TiedWeight]:
     by_parameter: dict[int, _TiedWeight] = {}
     by_name = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            how = splits.get(parameter), quantized.get(parameter)
-            weight = by_parameter.setdefault(id(parameter), _TiedWeight(parameter, *how))
+            weight = by_parameter.setdefault(id(parameter), _TiedWeight(parameter, quantized.get(parameter)))
             weight.add(module, name)
             by_name[f"{prefix}.{name}" if prefix else name] = weight
     return by_name
 
 
-def _check_architecture(module: PreTrainedModel, ranks: int) -> None:
+def _check_architecture(module: PreTrainedModel) -> None:
     text = module.config.get_text_config()
     other = layers_beyond_attention(getattr(text, "layer_types", None))
     reasons = {
@@ -404,8 +374,6 @@ def _check_architecture(module: PreTrainedModel, ranks: int) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise cannot_serve(module, reason)
-    if ranks > 1 and (reason := split_problem(module, ranks)):
-        raise cannot_serve(module, reason)
 
 
 def cannot_serve(module: nn.Module, reason: str) -> RolloutError:
