@@ -38,11 +38,10 @@ def layout(ranks, tensor=1, pipeline=1, context=1, expert=1, pieces=1):
 
 
 def test_two_tensor_parallel_ranks_give_the_numbers_of_one_and_resume_bit_by_bit(train, ray_cluster, tmp_path):
-    """Both the trained model and the one that generates are split over the two ranks."""
+    """The trained model is split over two ranks, each of which generates with a whole one."""
     settings = GRPO | SMALL_STEPS | FP32 | {"actor_rollout_ref__rollout__name": "native"}
     local = train(**settings)
     megatron = settings | layout(2, tensor=2) | {"trainer__save_freq": 1}
-    megatron |= {"actor_rollout_ref__rollout__tensor_model_parallel_size": 2}
     first = train(**megatron)
     assert_same_steps(local, first, rel=1e-5)
     stage_of = {"generate_sequences": "gen", "update_actor": "update_actor"}
