@@ -56,6 +56,10 @@ def test_a_run_has_metrics_samples_and_a_model(trained: TrainingResult) -> None:
     assert len(trained.eval_samples) == 2 * 2  # before and after
     for sample in trained.samples:
         assert sample["score"] == pytest.approx(sample["reward_1"] + 0.5 * sample["digits"])
+    answers = {row["prompt"]: row["answer"] for row in ROWS}
+    for sample in [*trained.samples, *trained.eval_samples]:
+        (answer,) = {answer for prompt, answer in answers.items() if prompt in sample["input"]}
+        assert sample["columns"] == {"answer": answer}
     last = [sample["digits"] for sample in trained.samples if sample["step"] == 2]
     assert trained.metrics[-1]["reward/digits/mean"] == pytest.approx(sum(last) / len(last))
     assert (trained.model / "config.json").is_file()

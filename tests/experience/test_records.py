@@ -16,6 +16,7 @@ from verl.experience.records import LONGEST_TEXT, RecordFolder, generation_recor
 from verl.protocol import DataProto
 from verl.testing.models import tiny_tokenizer
 from verl.utils.file_log import THIS_RUN
+from verl.workers.reward_manager import NaiveRewardManager
 
 
 def records(count: int) -> list[dict]:
@@ -65,6 +66,37 @@ def test_secrets_are_masked_wherever_they_stand(tmp_path, monkeypatch):
         "ids": [1, 2],
         "talk": [{"role": "tool", "content": 'curl "http://***@host?key=***"'}],
     }
+
+
+def test_a_record_has_the_columns_that_the_reward_function_names():
+    def score(solution_str, label, extra_info, level=1, **settings):
+        return 1.0
+
+    def standard(data_source, solution_str, ground_truth):
+        return 1.0
+
+    tokenizer = tiny_tokenizer("char")
+    columns = {
+        "label": ["x" * (LONGEST_TEXT + 7), np.array([1, 2])], "level": [None, 3], "index": [0, 1],
+        "extra_info": [{"a": 1}, {}], "ground_truth": ["4", None],
+    }  # fmt: skip
+    batch = DataProto.from_dict(
+        tensors={
+            "prompts": torch.tensor([[5], [6]]), "responses": torch.tensor([[7], [8]]),
+            "attention_mask": torch.ones(2, 2, dtype=torch.long),
+        },
+        non_tensors={name: np.fromiter(values, dtype=object, count=2) for name, values in columns.items()},
+    )  # fmt: skip
+    records = generation_records(
+        1, tokenizer, batch, torch.zeros(2, 1), {}, NaiveRewardManager(tokenizer, 0, compute_score=score)
+    )
+    assert records[0]["columns"] == {
+        "label": "x" * LONGEST_TEXT + " [... 7 more characters]", "extra_info": {"a": 1}
+    }  # fmt: skip
+    assert records[1]["columns"] == {"label": [1, 2], "level": 3}
+    assert [record["gts"] for record in records] == ["4", None]
+    manager = NaiveRewardManager(tokenizer, 0, compute_score=standard)
+    assert "columns" not in generation_records(1, tokenizer, batch, torch.zeros(2, 1), {}, manager)[0]
 
 
 def test_a_trajectory_is_recorded_by_its_turns_and_long_texts_are_cut():

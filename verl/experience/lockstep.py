@@ -166,7 +166,7 @@ class Lockstep(ExperienceSource):
             kept, rates = leave_out_failed(batch, extra["reward_status"], on_failure, self._compares_siblings)
             with context.stage("dump_rollout_generations"):
                 if self.samples.folder is not None:
-                    records = generation_records(context.number, self.tokenizer, batch, scores, extra)
+                    records = generation_records(context.number, self.tokenizer, batch, scores, extra, self.reward_fn)
                     self.samples.write(context.number, records, append=bool(rewards.batches))
             columns = kept | score_columns(scores, extra)
             rewards.add(replace_columns(batch, columns), list(extra), rates)

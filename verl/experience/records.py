@@ -35,6 +35,7 @@ from verl.tracking import Tracking
 from verl.utils.run_log import json_text
 from verl.vision.families import IMAGE_TOKEN, TEXT_PLACES, VIDEO_TOKEN
 from verl.vision.texts import decoded_with_images
+from verl.workers.reward_manager.naive import NaiveRewardManager
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,7 +104,12 @@ class RecordFolder:
 
 
 def generation_records(
-    step: int, tokenizer: PreTrainedTokenizerBase, batch: DataProto, scores: torch.Tensor, extra: Mapping[str, list]
+    step: int,
+    tokenizer: PreTrainedTokenizerBase,
+    batch: DataProto,
+    scores: torch.Tensor,
+    extra: Mapping[str, list],
+    reward_fn: object = None,
 ) -> list[dict[str, object]]:
     """Convert the samples of a batch to records for JSON; texts are decoded without special tokens, and name images.
 
@@ -113,6 +119,7 @@ def generation_records(
         batch: prompts and responses.
         scores: (bsz, response_length) ``token_level_scores``.
         extra: further values of the reward function by name, one for each sample.
+        reward_fn: a reward manager, of whose function a record has the columns that it named, as ``columns``.
     """
     inputs = tokenizer.batch_decode(batch.batch["prompts"], skip_special_tokens=True)
     with_images = [row for row, images in enumerate(batch.non_tensor_batch.get("multi_modal_inputs", ())) if images]
@@ -121,16 +128,21 @@ def generation_records(
     outputs = tokenizer.batch_decode(responses, skip_special_tokens=True)
     for row in with_images:
         inputs[row], outputs[row] = _texts_with_images(tokenizer, batch, row)
-    truths = [row_truth(item) for item in batch.non_tensor_batch.get("reward_model", [None] * len(batch))]
+    nothing = [None] * len(batch)
+    truths = [batch.non_tensor_batch.get(name, nothing) for name in ("reward_model", "ground_truth")]
+    named_columns = reward_fn.columns_read(batch) if isinstance(reward_fn, NaiveRewardManager) else {}
     lengths = present.sum(-1).tolist()
     totals = scores.sum(-1, dtype=torch.float64).to(scores.dtype).tolist()
     named = {name: batch.non_tensor_batch[name].tolist() for name in NAMES if name in batch.non_tensor_batch}
     records = []
-    for row, (text, output, truth, score) in enumerate(zip(inputs, outputs, truths, totals, strict=True)):
+    for row, (text, output, truth, score) in enumerate(
+        zip(inputs, outputs, map(row_truth, *truths), totals, strict=True)
+    ):
         fields = {"input": text, "output": output, "gts": truth, "score": score, "step": step}
         more = {"response_length": lengths[row]} | {name: values[row] for name, values in named.items()}
         further = {name: values[row] for name, values in extra.items() if name not in fields}
-        records.append(fields | more | further)
+        columns = {name: _bounded(values[row]) for name, values in named_columns.items() if _has_value(values[row])}
+        records.append(fields | more | further | ({"columns": columns} if columns else {}))
     if "trajectory_status" in batch.non_tensor_batch:
         for row, record in enumerate(records):
             record["trajectory"] = _trajectory(tokenizer, batch, scores, row)
@@ -234,8 +246,14 @@ def _trajectory(
     }
 
 
-def _bounded(value: object) -> Any:
+def _has_value(value: object) -> bool:
+    return value is not None and not (isinstance(value, Mapping) and not value)
+
+
+def _bounded(value: Any) -> Any:
     """A copy of nested values with long texts cut, as a tool of a loop of one's own may return any amount."""
+    if hasattr(value, "tolist"):  # of numpy
+        value = value.tolist()
     if isinstance(value, Mapping):
         return {key: _bounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

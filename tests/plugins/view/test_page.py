@@ -118,6 +118,22 @@ def test_what_is_chosen_is_in_the_address_and_back_goes_back(serve, open_view, t
     page.locator(f"{CHART} .u-label", has_text="run, mean of 3").wait_for()
 
 
+def test_a_run_of_one_step_shows_what_is_not_finite_and_what_the_reward_function_read(serve, open_view, tmp_path):
+    log = make_up_run(tmp_path, steps=1, prompts=1, siblings=1)
+    line = json.loads(log.read_text())
+    line["data"]["actor/pg_loss"] = None
+    log.write_text(json.dumps(line) + "\n")
+    samples = tmp_path / "rollouts/1.jsonl"
+    samples.write_text(json.dumps(json.loads(samples.read_text()) | {"columns": {"label": "sixteen"}}) + "\n")
+    page = open_view(serve(tmp_path)).page
+    plot = page.locator("figure[data-metric='actor/pg_loss'] .uplot")
+    assert plot.get_attribute("aria-label").endswith("0 points, from – to –, 1 not finite")
+    page.keyboard.press("2")
+    page.locator("tr[data-sample] button").first.click()
+    page.get_by_role("heading", name="Columns that the reward function read").wait_for()
+    page.locator(".one dd").get_by_text("sixteen").wait_for()
+
+
 def test_forty_runs_have_forty_lines(serve, open_view, tmp_path):
     for number in range(40):
         make_up_run(tmp_path / f"run{number:02}", steps=2, metrics=0, prompts=1, siblings=1)
@@ -380,6 +396,8 @@ def test_times_alerts_and_keys(server, open_view):
     }  # fmt: skip
     page.keyboard.press("4")
     page.locator("#runs li", has_text="first").locator("button.only").click()
+    assert page.get_by_role("row", name="Gradient spike").inner_text().split("\t")[2] == "actor/grad_norm"
+    assert page.get_by_role("row", name="Validation at 0").inner_text().split("\t")[2] == "none: not tested"
     alert = page.locator(".alert", has_text="Gradient spike, step 40")
     alert.get_by_text("Samples of this step").click()
     page.locator("p.count").get_by_text("16 samples, of 16").wait_for()

@@ -573,7 +573,7 @@ class RayPPOTrainer(PPOTrainer):
         with context.stage("dump_rollout_generations"):
             extra = {name: list(values) for name, values in reward_extra_infos_dict.items()}
             scores = batch.batch["token_level_scores"]
-            records = generation_records(self.global_steps, self.tokenizer, batch, scores, extra)
+            records = generation_records(self.global_steps, self.tokenizer, batch, scores, extra, self.reward_fn)
             RecordFolder(rollout_data_dir, secrets_in(self.typed_config.to_dict())).write(self.global_steps, records)
         timing_raw |= context.seconds
 

@@ -204,12 +204,13 @@ def sample(index: Index, sample_id: int, with_tokens: bool) -> str:
         why = f"<p>{escaped(trajectory['message'])}</p>" if trajectory.get("message") else ""
         messages = trajectory.get("conversation") or []
         said = why + (conversation(messages) if messages else said)
+    columns = table(record["columns"]) if isinstance(record.get("columns"), Mapping) else ""
     status = f", {escaped(details['status'])}" if details["status"] else ""
     tokens = token_line(index, sample_id) if with_tokens else ""
     score = "not finite" if details["score"] is None else f"{details['score']:g}"
     return (
         f"<article><strong>Score {score}</strong>, {details['length']} tokens{status}, truth "
-        f"{escaped(details['gts'])}{said}{tokens}</article>"
+        f"{escaped(details['gts'])}{columns}{said}{tokens}</article>"
     )
 
 

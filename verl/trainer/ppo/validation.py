@@ -79,7 +79,7 @@ class Validator:
                 columns[key] += [None] * (before - len(columns[key])) + values
             for values in columns.values():
                 values += [None] * (len(columns["uid"]) - len(values))
-            samples += generation_records(step, self.tokenizer, batch, scores, extra)
+            samples += generation_records(step, self.tokenizer, batch, scores, extra, self.reward_fn)
             ends.append(how_trajectories_ended(batch))
             if self.token_dump.is_due(step):
                 dumped.append(batch)

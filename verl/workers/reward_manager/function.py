@@ -281,6 +281,11 @@ class RewardFunction:
         }
         self._pool = self._pools[kinds[0]]
 
+    @property
+    def takes_extra_info(self) -> bool:
+        """Whether the function gets the column ``extra_info``, with more in it."""
+        return bool({"extra_info", "extra_infos"} & {*self._wanted})
+
     def score_samples(self, samples: Sequence[RewardSample]) -> list[Score]:
         """Score samples with a function of samples or of texts and wait; a failure is the status of its samples.
 

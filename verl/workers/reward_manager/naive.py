@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from verl.base.repeats import without_repeated_traceback
@@ -282,7 +283,7 @@ class NaiveRewardManager(AbstractRewardManager):
         truths = [row_truth(*values) for values in of_rows]
         extras = self._extra_infos(data, texts)
         named = self.function.of_rows
-        columns_given = {name: columns[name] for name in (*named.required, *named.optional) if name in columns}
+        columns_given = self._named_columns(data)
         if "raw_prompt" in columns and "prompt" in (*named.required, *named.optional):
             columns_given.setdefault("prompt", columns["raw_prompt"])
         return [
@@ -296,6 +297,18 @@ class NaiveRewardManager(AbstractRewardManager):
             )
             for i in rows
         ]
+
+    def _named_columns(self, data: DataProto) -> dict[str, np.ndarray]:
+        named, columns = self.function.of_rows, data.non_tensor_batch
+        return {name: columns[name] for name in (*named.required, *named.optional) if name in columns}
+
+    def columns_read(self, data: DataProto) -> dict[str, list]:
+        """Return the columns of the rows that the user's function names, beside data source and ground truth."""
+        columns = self._named_columns(data)
+        is_user_function = self.has_rule and self.format is None
+        if is_user_function and self.function.takes_extra_info and "extra_info" in data.non_tensor_batch:
+            columns["extra_info"] = data.non_tensor_batch["extra_info"]
+        return {name: values.tolist() for name, values in columns.items()}
 
     def _extra_infos(self, data: DataProto, texts: Sequence[ResponseTexts]) -> list[dict[str, object]]:
         columns, tensors = data.non_tensor_batch, tensors_of(data)

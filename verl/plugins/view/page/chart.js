@@ -30,7 +30,7 @@ export function drawChart(element, name, curves, options) {
   const plot = new uPlot({
     width: Math.max(200, element.clientWidth),
     height: HEIGHT,
-    scales: { x: { time: options.axis === "wall" }, y: { range: rangeOfValues } },
+    scales: { x: { time: options.axis === "wall", range: (_, low, high) => rangeOfAbscissas(low, high, options.axis) }, y: { range: rangeOfValues } },
     axes: [
       { ...axis, ...(options.axis === "step" ? { incrs: WHOLE } : {}), ...(options.axis === "wall" ? {} : { size: 32, values }) },  // wall time has two lines, and the usual 50
       { ...axis, size: 56, values: (_, splits) => splits.map(short) },
@@ -75,6 +75,13 @@ function rangeOfValues(_, low, high) {
   if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
   const room = Math.abs(low) || 1;
   return [low - room, low + room];
+}
+
+/** From the first to the last point; one point is in the middle. */
+function rangeOfAbscissas(low, high, axis) {
+  if (low === null || low !== high) return [low, high];
+  const room = axis === "step" ? 1 : 60;
+  return [low - room, high + room];
 }
 
 function abscissa(curve, axis, point) {

@@ -121,7 +121,7 @@ export class RunList {
         }),
         h("span", { class: "line", style: { background: lineBackground(look) } }),
         h("span", { class: "name", title: run.path }, breakable(run.name))),
-      h("button", { type: "button", class: "only", title: "this run alone", onclick: () => this.choose([run.id]) }, "only"),
+      h("button", { type: "button", class: "only", title: "this run alone", onclick: () => this.choose([run.id]) }, "only this"),
       h("div", { class: "about" },
         h("span", { class: `state ${run.state}` }, state), ` step ${short(run.step)}, ${ago(run.changed)}`,
         numbers.length ? h("div", {}, numbers) : null));

@@ -11,21 +11,25 @@ export async function showOne(element, id, open) {
   const tokens = h("div", { class: "tokens-place" });
   const record = sample.record;
   const hasTurns = Boolean(record.trajectory?.conversation?.length);
-  const shown = hasTurns ? ["gts", "trajectory"] : ["gts", "trajectory", "input", "output"];
+  const shown = ["gts", "columns", "trajectory", ...(hasTurns ? [] : ["input", "output"])];
   fill(element,
     h("h2", {}, `Step ${sample.step}, score ${short(sample.score)}`, sample.status ? `, ${sample.status}` : ""),
     record.trajectory?.message ? h("p", { class: "why" }, record.trajectory.message) : null,
     h("h3", {}, "Ground truth"), hasTruth(record.gts) ? textBlock(plain(record.gts), "truth") : h("p", { class: "empty" }, "none"),
+    record.columns ? [h("h3", {}, "Columns that the reward function read"), definitions(Object.entries(record.columns))] : null,
     hasTurns
       ? [h("h3", {}, "Conversation"), waterfall(record.trajectory.conversation), conversation(record.trajectory)]
       : [h("h3", {}, "Prompt"), textBlock(record.input, "prompt"), h("h3", {}, "Response"), textBlock(record.output, "response")],
     h("details", {}, h("summary", {}, "All that is recorded"),
-      h("dl", {}, Object.entries(record).filter(([name]) => !shown.includes(name)).map(([name, value]) => [
-        h("dt", {}, name), h("dd", {}, plain(value))]))),
+      definitions(Object.entries(record).filter(([name]) => !shown.includes(name)))),
     tokens,
     sample.siblings.length > 1 ? siblings(sample, open) : null,
     sample.kind === "validation" && sample.history.length > 1 ? history(sample, open) : null);
   await showTokens(tokens, id);
+}
+
+function definitions(entries) {
+  return h("dl", {}, entries.map(([name, value]) => [h("dt", {}, name), h("dd", {}, plain(value))]));
 }
 
 function plain(value) {

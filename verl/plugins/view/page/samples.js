@@ -7,6 +7,7 @@ import { keepInAddress } from "./place.js";
 
 const MORE = ["step_from", "step_to", "score_from", "score_to", "length_from", "length_to", "status", "source"];
 const FILTERS = ["kind", ...MORE, "text", "sort", "descending"];
+const KINDS = { train: "training", validation: "validation" };
 const NUMBERS = { gap: "gap of rollout", kl: "KL to reference", advantage: "advantage" };
 const SORTS = [["step", "step"], ["score", "score"], ["length", "length"], ...Object.entries(NUMBERS)];
 
@@ -68,12 +69,12 @@ class Samples {
       number("step_from", "Step from", first), number("step_to", "Step to", last),
       number("score_from", "Score from"), number("score_to", "Score to"),
       number("length_from", "Length from"), number("length_to", "Length to"),
-      field("End", select("status", any(values.statuses), this.filter.status, change("status"))),
-      field("Source", select("source", any(values.sources), this.filter.source, change("source")))];
+      field("Finish reason", select("status", any(values.statuses), this.filter.status, change("status"))),
+      field("Data source", select("source", any(values.sources), this.filter.source, change("source")))];
     const isOpen = MORE.some((name) => this.filter[name]) || matchMedia("(min-width: 960px)").matches;
     return h("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
       h("strong", { class: "of" }, this.run.name),
-      field("Of", select("kind", this.run.kinds, this.filter.kind, change("kind", true))),
+      field("Samples of", select("kind", this.run.kinds.map((kind) => [kind, KINDS[kind]]), this.filter.kind, change("kind", true))),
       field("Text", h("input", { type: "search", id: "search", name: "text", value: this.filter.text, onchange: change("text") })),
       field("Sort by", select("sort", SORTS, this.filter.sort || "step", change("sort"))),
       field("Order", select("descending", [["1", "highest first"], ["0", "lowest first"]], this.filter.descending || "1", change("descending"))),
@@ -95,7 +96,7 @@ class Samples {
     const found = await ask("samples", { run: this.run.id, ...this.filter, skip });
     if (skip === 0) {
       const number = NUMBERS[this.filter.sort];
-      const heads = ["step", "score", "length", ...(number ? [number] : []), "end", "source", "prompt", "response"];
+      const heads = ["step", "score", "length", ...(number ? [number] : []), "finish reason", "data source", "prompt", "response"];
       fill(this.heads, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head))));
       fill(this.body);
       this.fresh.hidden = true;
@@ -119,7 +120,7 @@ class Samples {
       h("td", { "data-head": "step" }, h("button", { type: "button", class: "link", "aria-label": `open sample of step ${sample.step}` }, short(sample.step))),
       cell("score", short(sample.score), "score"), cell("length", short(sample.length)),
       number ? cell(number, sample[this.filter.sort] === null ? "∞" : short(sample[this.filter.sort]), "number") : null,
-      cell("end", sample.status), cell("source", sample.source),
+      cell("finish reason", sample.status), cell("data source", sample.source),
       cell("prompt", h("bdi", {}, sample.input), "preview"), cell("response", h("bdi", {}, sample.output), "preview"));
   }
 
