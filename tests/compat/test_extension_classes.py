@@ -13,9 +13,11 @@ from tensordict import TensorDict
 from tests.agents.script import Script
 from tests.support.tiny_run import make_tiny_run, overrides
 from verl.agents.policy import SampleId
+from verl.agents.tool_agent import ToolAgentLoop
 from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult
 from verl.compat.toolkit.losses import ppo_loss
 from verl.config import ActorConfig
+from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.testing.models import tiny_tokenizer
 from verl.trainer.config.command_line import compose
@@ -89,6 +91,15 @@ def test_an_agent_loop_reads_keys_of_its_program_and_the_attributes_of_its_base(
     assert output.extra_fields["system"] == ""  # the template of the tiny model writes none
     assert output.extra_fields["dataset"] == "RLHFDataset"
     assert output.extra_fields["lengths"] == (80, 200)
+
+
+def test_hooks_of_a_tool_loop_of_states_are_refused_where_nothing_calls_them():
+    async def hook(self: object, *arguments: object) -> None: ...
+
+    message = r"Mine\._call_tool would never be called: ToolAgentLoop\.run has no states"
+    with pytest.raises(ConfigError, match=message):
+        type("Mine", (ToolAgentLoop,), {"_call_tool": hook})
+    assert type("Mine", (ToolAgentLoop,), {"_call_tool": hook, "run": hook}).run is hook
 
 
 REWARD = """

@@ -35,6 +35,7 @@ from verl.base.types import JsonMapping, JsonObject
 from verl.config import PPOConfig, RolloutConfig
 from verl.config.agent import TrajectoryStatus
 from verl.datasets.chat import as_messages
+from verl.errors import ConfigError
 from verl.interactions.base import BaseInteraction
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
 from verl.tools.utils.tool_registry import initialize_tools
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 
 CONVERSATION = "policy"
 """All turns are one conversation, which stays with one engine, whose cache of keys and values holds its beginning."""
+
+STATE_HOOKS = ("_handle_pending_state", "_handle_generating_state", "_handle_processing_tools_state", "_call_tool")
+"""Methods by which loops of other versions, which are state machines, are extended."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,20 @@ class ToolAgentLoop(AgentLoopBase):
     """
 
     shared: ToolAgentParts
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse methods of a loop of states, which :meth:`run` would never call.
+
+        Raises:
+            ConfigError: the class has one, and no ``run`` of its own that calls it.
+        """
+        super().__init_subclass__(**kwargs)
+        unused = [name for name in vars(cls) if name in STATE_HOOKS]
+        if unused and cls.run is ToolAgentLoop.run:
+            raise ConfigError(
+                f"{cls.__name__}.{unused[0]} would never be called: ToolAgentLoop.run has no states. Define run too, "
+                "change the tool itself (BaseTool.execute), or derive from AgentLoopBase."
+            )
 
     @classmethod
     def prepare(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> ToolAgentParts:
