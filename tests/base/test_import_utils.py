@@ -68,7 +68,7 @@ def test_an_error_of_the_users_code_shows_the_users_line(tmp_path, monkeypatch, 
     ways = {
         f"custom.path='{path}' cannot be imported": lambda: load_module(str(path), "custom"),
         "custom.path='breaks_here' cannot be imported": lambda: load_module("breaks_here", "custom"),
-        "VERL_USE_EXTERNAL_MODULES: the module breaks_here cannot be imported": prepare_process,
+        "VERL_USE_EXTERNAL_MODULES.path='breaks_here' cannot be imported": prepare_process,
     }
     for problem, way in ways.items():
         with pytest.raises(ConfigError) as caught:
@@ -78,6 +78,12 @@ def test_an_error_of_the_users_code_shows_the_users_line(tmp_path, monkeypatch, 
     assert not [one for one in list(sys.modules.values()) if getattr(one, "__file__", None) == str(path)]
     path.write_text("fine = 1")
     assert load_object(str(path), "fine", "custom") == 1
+
+
+def test_a_module_of_the_environment_that_does_not_exist_is_named(monkeypatch):
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "no_such_idea")
+    with pytest.raises(ConfigError, match=r"VERL_USE_EXTERNAL_MODULES.*there is no module 'no_such_idea'.*PYTHONPATH"):
+        prepare_process()
 
 
 def test_plugins_are_started_by_name(tmp_path, monkeypatch):

@@ -153,33 +153,6 @@ def load_object(path: str, name: str, setting: str) -> Any:
     return getattr(module, name)
 
 
-def load_class(address: str, setting: str) -> Any:
-    """Return the object that ``package.module.Class`` names.
-
-    Raises:
-        ConfigError: the address has no module, or there is no such module or class.
-    """
-    module_name, _, name = address.rpartition(".")
-    if not module_name:
-        raise ConfigError(
-            f"{setting}={address}: it names no module. Set {setting}=package.module.{address or 'Class'}."
-        )
-    with user_code(f"{setting}={address} cannot be imported"):
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if not is_about(error, module_name):
-                raise
-            raise ConfigError(
-                f"{setting}={address}: there is no module '{error.name}'. Name one that Python can import (see "
-                "PYTHONPATH)."
-            ) from error
-    if not hasattr(module, name):
-        known = [key for key in vars(module) if not key.startswith("_")]
-        raise MissingNameError(f"{setting}={address}: {module_name} has no '{name}'.{suggest(name, known)}")
-    return getattr(module, name)
-
-
 def prepare_process() -> None:
     """Read the environment variables that hold for a process: logging, and modules and plugins of the user's.
 
@@ -211,5 +184,4 @@ def prepare_process() -> None:
             if callable(start):
                 start()
     for name in env.external_modules():
-        with user_code(f"VERL_USE_EXTERNAL_MODULES: the module {name} cannot be imported"):
-            importlib.import_module(name)
+        load_module(name, "VERL_USE_EXTERNAL_MODULES")

@@ -54,9 +54,9 @@ def require_turn_ends(tokenizer: PreTrainedTokenizerBase) -> None:
     forms = TemplateForms.of(tokenizer)
     if not forms.ends_turns and not all(forms.next_tokens):
         raise ConfigError(
-            f"the chat template of '{tokenizer.name_or_path}' writes no token at the end of the assistant's turn, so "
-            "the model would never learn to stop. Write one there, such as {{ eos_token }} "
-            "(custom_chat_template)."
+            f"the chat template of '{tokenizer.name_or_path}' writes no token of this tokenizer at the end of the "
+            "assistant's turn, so the model would never learn to stop. Write one there, such as {{ eos_token }} "
+            "(custom_chat_template), or add the text that it writes, such as <|im_end|>, to the special tokens."
         )
 
 

@@ -62,7 +62,7 @@ def read_environments(environment_config_file: Entries) -> dict[str, Environment
 
 
 def _entry(entry: JsonMapping, where: str) -> EnvironmentEntry:
-    cls = load_class(entry.get("class_name"), Environment, where)
+    cls = load_class(entry.get("class_name"), Environment, f"{where}.class_name")
     if missing := sorted(cls.__abstractmethods__):
         raise ConfigError(f"{where}: {cls.__name__} has no {' and '.join(missing)}, which an environment must define.")
     config = entry.get("config") or {}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.base.import_utils import load_class, user_code
+from verl.base.import_utils import user_code
 from verl.errors import ConfigError
+from verl.utils.class_entries import load_class
 
 SETTING = "trainer.checkpoint_callback_class"
 
@@ -43,7 +44,7 @@ def build_checkpoint_callback(config: Any) -> CheckpointCallback:
     address = config["trainer"].get("checkpoint_callback_class")
     if address is None:
         return CheckpointCallback(config)
-    cls: Any = load_class(address, SETTING)
+    cls: Any = load_class(address, object, SETTING)
     if not callable(getattr(cls, "on_save", None)):
         raise ConfigError(
             f"{SETTING}={address}: this is no class with a method on_save. Derive it from "

@@ -67,8 +67,8 @@ def load_class(name: object, base: type[T], where: str) -> type[T]:
     """
     module, separator, cls = str(name or "").rpartition(":" if ".py:" in str(name) else ".")
     if not separator:
-        raise ConfigError(f"{where}: class_name={name!r} must be package.module.Class or file.py:Class.")
-    loaded = load_object(module, cls, f"{where}: class_name")
+        raise ConfigError(f"{where}={name!r} must be package.module.Class or file.py:Class.")
+    loaded = load_object(module, cls, where)
     if not (isinstance(loaded, type) and issubclass(loaded, base)):
-        raise ConfigError(f"{where}: class_name='{name}' is no subclass of {base.__module__}.{base.__qualname__}.")
+        raise ConfigError(f"{where}='{name}' is no subclass of {base.__module__}.{base.__qualname__}.")
     return loaded

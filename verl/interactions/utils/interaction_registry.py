@@ -35,7 +35,7 @@ def initialize_interactions_from_config(interaction_config_file: Entries) -> dic
     """
     made: dict[str, BaseInteraction] = {}
     for where, entry in read_entries(interaction_config_file, SETTING, "interaction", KEYS):
-        cls = load_class(entry.get("class_name"), BaseInteraction, where)
+        cls = load_class(entry.get("class_name"), BaseInteraction, f"{where}.class_name")
         name = str(entry.get("name") or cls.__name__.removesuffix("Interaction").lower())
         if name in made:
             raise ConfigError(f"{where}: another interaction is called '{name}' too. Give them different names.")

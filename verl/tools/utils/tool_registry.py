@@ -60,7 +60,7 @@ def _tools_of_entry(entry: JsonMapping, where: str) -> list[BaseTool]:
     kind = config.get("type", "native")
     if kind not in TYPES:
         raise ConfigError(f"{where}: config.type='{kind}' is unknown. Known: {', '.join(TYPES)}.")
-    tool_class = load_class(entry.get("class_name"), BaseTool, where)
+    tool_class = load_class(entry.get("class_name"), BaseTool, f"{where}.class_name")
     if kind == "mcp":
         from verl.tools.mcp_base_tool import tools_of_servers  # needs the package mcp
 

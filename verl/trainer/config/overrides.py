@@ -47,12 +47,19 @@ def _forced(override: str, root: type[BaseConfig], folders: Sequence[Path]) -> s
 
 def _key_set(override: str, folders: Sequence[Path]) -> str | None:
     """Return the key to which an override gives a value; None of a deletion, a config group, a setting of Hydra."""
-    key = override.partition("=")[0].lstrip("+")
-    is_name = "." not in key and name_problem(key) is None
-    is_group = "@" in key or "/" in key or (is_name and any((folder / key).is_dir() for folder in folders))
-    if "=" not in override or override.startswith("~") or is_group or key.split(".")[0] == "hydra":
-        return None
-    return key
+    key, is_assigned, value = override.lstrip("+").partition("=")
+    is_deleted, is_hydras = key.startswith("~"), key.split(".")[0] == "hydra"
+    return None if not is_assigned or is_deleted or is_hydras or _is_group(key, value, folders) else key
+
+
+def _is_group(key: str, value: str, folders: Sequence[Path]) -> bool:
+    """Whether ``key=value`` chooses a file of a config group; of verl's own groups only with the name of a file."""
+    if "@" in key or "/" in key:
+        return True
+    if "." in key or name_problem(key) is not None:
+        return False
+    is_file = value in {path.stem for path in (CONFIG_DIR / key).glob("*.yaml")}
+    return is_file or any((folder / key).is_dir() for folder in folders if folder != CONFIG_DIR)
 
 
 def settings_of(overrides: Iterable[str], folders: Iterable[Path] = ()) -> Tree:

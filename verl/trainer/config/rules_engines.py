@@ -38,10 +38,11 @@ def parallel_sizes(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
 def context(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
     """The longest prompt with the longest response fits into the positions of the model."""
     if isinstance(config, PPOConfig):
-        model, rollout, section = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, "data"
+        prefix, section = "actor_rollout_ref.", "data"
+        model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
         lengths, usual = ("max_prompt_length", "max_response_length"), defaults_of(PPOConfig).data
     else:
-        model, rollout, section = config.model, config.rollout, "rollout"
+        model, rollout, prefix, section = config.model, config.rollout, "", "rollout"
         lengths, usual = ("prompt_length", "response_length"), defaults_of(GenerationConfig).rollout
     positions = model_files.longest_context(model.path, model.override_config)
     needed = rollout.prompt_length + rollout.response_length
@@ -49,8 +50,9 @@ def context(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
         return
     cause = f"the model has {positions:,} positions (max_position_embeddings of {model.path})"
     if needed <= positions:
-        key = "actor_rollout_ref.rollout.max_model_len" if section == "data" else "rollout.max_model_len"
-        yield Problem(key, rollout.max_model_len, cause, f"null, or {needed:,} to {positions:,}")
+        yield Problem(
+            f"{prefix}rollout.max_model_len", rollout.max_model_len, cause, f"null, or {needed:,} to {positions:,}"
+        )
         return
     values = {name: config[section][name] for name in lengths}
     # The one that was set is at fault: the other is the default, or else the smaller.
@@ -59,6 +61,7 @@ def context(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
     allowed, remedy = f"1 to {positions - values[other]:,}", f"lower it, or {section}.{other}"
     if values[other] >= positions:
         allowed, remedy = f"less than {positions:,} for both together", f"lower both it and {section}.{other}"
+    remedy += f"; if the model can hold more, set {prefix}model.override_config.max_position_embeddings={needed}"
     cause = f"{cause}, and {section}.{other}={values[other]} leaves {max(0, positions - values[other]):,} of them"
     yield Problem(f"{section}.{name}", values[name], cause, allowed, remedy)
 

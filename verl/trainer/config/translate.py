@@ -378,7 +378,7 @@ class Translator:
             is_absent = value is None and key.takes_null
             is_section = isinstance(value, Mapping) or same(value, key.yaml_default) or str(value).startswith("${")
             if not is_section and not is_absent:
-                remedy = "set the keys below it"
+                remedy = f"set {path}.path" if f"{path}.path" in self.keys else "set the keys below it"
                 cause = "this is a section, it cannot be replaced by a value"
                 self.problems.append(Problem(path, value, cause, remedy=remedy))
                 put(tree, path, default_tree(key.section, key.default) if key.default is not None else None)
