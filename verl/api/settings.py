@@ -81,6 +81,8 @@ def _no_setting(value: object) -> object:
 def _keys(name: str, value: object, known: Collection[str], root: type[BaseConfig]) -> JsonObject:
     if name in known:
         return {name: value}
+    if TYPED_FIRST.get(name) in known:
+        return {TYPED_FIRST[name]: value}
     if isinstance(value, Mapping) and (name in keys_of(root)):
         return dict(flat(value, f"{name}."))
     other = other_name(name)

@@ -215,7 +215,10 @@ def test_a_wrong_name_of_a_function_is_answered_by_those_of_the_file(run: Run):
         ({"data.max_response_length": 4096}, "data.max_response_length=4096: the model has 1,024 positions"),
         ({"data.max_prompt_length": 1000}, "data.max_prompt_length=1000: the model has 1,024 positions"),
         ({"data.max_response_length": 4096}, "allowed: 1 to 512"),
-        ({"data.max_response_length": 4096}, "set actor_rollout_ref.model.override_config.max_position_embeddings=4608"),
+        (
+            {"data.max_response_length": 4096},
+            "set actor_rollout_ref.model.override_config.max_position_embeddings=4608",
+        ),
         (
             {"actor_rollout_ref.rollout.max_model_len": 2048},
             "rollout.max_model_len=2048: the model has 1,024 positions",

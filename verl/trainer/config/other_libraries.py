@@ -533,18 +533,7 @@ OPENRLHF: tuple[OtherName, ...] = (
 )
 """Flags of OpenRLHF without dashes: the flat ones, and those with sections, since 0.10.2."""
 
-COMMON: tuple[OtherName, ...] = (
-    OtherName("model", (_of_model("path"),)),
-    OtherName("model_path", (_of_model("path"),)),
-    OtherName("steps", ("trainer.total_training_steps",), _steps),
-    *(OtherName(name, ("trainer.total_epochs",), _epochs) for name in ("epochs", "num_epochs")),
-    OtherName("batch_size", ("data.train_batch_size",)),
-    OtherName("max_tokens", ("data.max_response_length rollout.response_length",)),
-    *(OtherName(name, ("trainer.n_gpus_per_node",)) for name in ("gpus", "num_gpus")),
-)
-"""Names that people type before they know the keys."""
-
-LIBRARIES: Mapping[str, tuple[OtherName, ...]] = {"TRL": TRL, "OpenRLHF": OPENRLHF, "other programs": COMMON}
+LIBRARIES: Mapping[str, tuple[OtherName, ...]] = {"TRL": TRL, "OpenRLHF": OPENRLHF}
 
 
 def other_name(word: str) -> tuple[str, OtherName] | None:
