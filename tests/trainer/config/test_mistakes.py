@@ -46,7 +46,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("data.train_batch_sise=8", "data.train_batch_sise=8: there is no such key", "did you mean data.train_batch_size?"),
     ("optim.learning_rate=1e-5", "optim.learning_rate=1.0e-05: there is no such key", f"set {LR}=1e-05"),
     ("learning_rate=1e-5", "learning_rate=1.0e-05: there is no such key", f"set {LR}=1e-05"),
-    ("model=folder", "model=folder: there is no such key", "did you mean actor_rollout_ref.model.path?"),
+    ("model=folder", "model=folder: there is no such key", "set actor_rollout_ref.model.path=folder"),
     ("data=rows.jsonl", "data=rows.jsonl: this is a section", "set the keys below it"),
     ("actor_rollout_ref.model=x", "actor_rollout_ref.model=x: this is a section", "set actor_rollout_ref.model.path"),
     ("num_generations=4", "num_generations=4: there is no such key", f"set {ROLLOUT}.n=4"),

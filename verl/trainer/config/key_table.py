@@ -123,7 +123,6 @@ ALIASES: tuple[Alias, ...] = (
 )
 
 TYPED_FIRST = {
-    "model": "actor_rollout_ref.model.path",
     "steps": "trainer.total_training_steps",
     "epochs": "trainer.total_epochs",
     "batch_size": "data.train_batch_size",
