@@ -385,6 +385,34 @@ def test_results_end_with_their_session(service, monkeypatch):
     assert service.http.post("/api/v1/retrieve_future", json={"request_id": ids[3]}).status_code == 410
 
 
+def test_sessions_of_crashed_clients_end(service, monkeypatch):
+    lost, alive = service.session, service.post("create_session")["session_id"]
+    model = service.model(0)
+    waiting = service.step(model, 1)
+    monkeypatch.setattr("verl.plugins.serve.clients.SILENT_S", -1.0)
+    service.post("create_session")
+    assert lost in service.clients.session_ids(), "a request of it waits"
+    assert alive not in service.clients.session_ids()
+    service.result(waiting)
+    service.post("create_session")
+    assert lost not in service.clients.session_ids()
+    assert service.board.models() == []
+    monkeypatch.undo()
+    alive = service.post("create_session")["session_id"]
+    service.post("create_session")
+    assert alive in service.clients.session_ids()
+
+
+def test_bodies_are_bounded(service, monkeypatch):
+    monkeypatch.setattr("verl.plugins.serve.app.MAX_BODY_BYTES", 2**20)
+    for path in ("create_session", "forward_backward"):
+        answer = service.http.post(f"/api/v1/{path}", content=b" " * 2**20 + b"{}")
+        assert (answer.status_code, answer.json()["error"]) == (
+            413,
+            "the body has more than 1 MiB. Send less data at once.",
+        )
+
+
 def test_a_damaged_folder_hides_no_other(service):
     """The client's type of a run has ``corrupted``."""
     models = [service.model(index) for index in range(4)]
@@ -421,6 +449,12 @@ def test_what_does_not_exist_or_is_not_served_is_refused(service):
             410,
             {"session_id": "s", "model_seq_id": 0, "base_model": base, "lora_config": lora},
             "no session",
+        ),
+        (
+            "create_model",
+            400,
+            session | {"base_model": base, "lora_config": lora, "model_seq_id": 10**300},
+            "model_seq_id: ",
         ),
         ("load_weights", 400, session | {"path": "/etc", "optimizer": True}, "is no path of saved weights"),
         (

@@ -32,6 +32,22 @@ def test_a_report_has_curves_alerts_samples_tokens_and_settings(tmp_path):
     assert not re.search(r"<script|<img|<link|src=|https?://|@import|url\(", page)
 
 
+def test_damaged_files_are_left_out(tmp_path):
+    log = make_up_run(tmp_path, steps=3, prompts=1, siblings=2)
+    deep = "[" * 100_000
+    for file in (log, log.with_suffix(".run.jsonl"), tmp_path / "rollouts/3.jsonl"):
+        file.write_text(f"{file.read_text()}{deep}\n")
+    numbers = tmp_path / "rollouts/3.numbers.json"
+    columns = json.loads(numbers.read_text())
+    for text in (deep, json.dumps(columns | {"kl": [10**400] * len(columns["uid"])})):
+        numbers.write_text(text)
+        write_report(tmp_path, tmp_path / "report.html")
+    with (tmp_path / "rollouts/3.jsonl").open("a") as file:
+        file.write(json.dumps({"input": "", "output": "", "score": 10**400}))
+    write_report(tmp_path, tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text().count("<h3>Best</h3>") == 1
+
+
 def test_values_that_are_not_finite_are_marked(tmp_path):
     log = make_up_run(tmp_path, steps=3, prompts=1, siblings=2)
     lines = [json.loads(line) for line in log.read_text().splitlines()]

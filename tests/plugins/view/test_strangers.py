@@ -80,4 +80,6 @@ def test_addresses_that_make_no_sense_are_told_so(server):
     run = server.get("/api/runs").json()["runs"][0]["id"]
     answer = server.get("/api/samples", run=run, step_from="many")
     assert (answer.status_code, "not understood" in answer.json()["error"]) == (400, True)
+    for path, query in ((f"/api/sample/{10**30}", {}), ("/api/samples", {"run": run, "length_from": 10**30})):
+        assert server.get(path, **query).status_code == 400
     assert "no sample 999999" in server.get("/api/sample/999999").json()["error"]

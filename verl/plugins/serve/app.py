@@ -31,6 +31,8 @@ WAIT_S = 30.0
 """How long a request for a result waits for it, before the client asks again."""
 STILL_RUNNING = 408
 """Status of a result that is not there yet, on which clients ask again."""
+MAX_BODY_BYTES = 256 * 2**20
+"""Longest body of a request."""
 FAILED = 400
 """Status of a request in which verl itself failed: on one of 500 and more clients ask again for minutes."""
 
@@ -120,7 +122,7 @@ class _Routes:
         return self._post(path, kind, lambda body: _promise(start(body)))
 
     async def _train(self, request: Request) -> Response:
-        data = read_training_data(await request.body())
+        data = read_training_data(await _body_of(request))
         try:
             return JSONResponse(_promise(self._clients.train(data)))
         except RefusedError:
@@ -144,9 +146,20 @@ class _Routes:
         return Response(status_code=204)
 
 
+async def _body_of(request: Request) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise RefusedError(
+                f"the body has more than {MAX_BODY_BYTES >> 20} MiB. Send less data at once.", status=413
+            )
+    return bytes(body)
+
+
 async def _json_of(request: Request) -> object:
     try:
-        return json.loads(await request.body() or b"{}")
+        return json.loads(await _body_of(request) or b"{}")
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"the body is no JSON: {error}.") from error
 

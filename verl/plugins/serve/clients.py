@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,6 +29,8 @@ NO_HEAD = (
     "train_unembed has no effect here: adapters are on the linear layers of attention and MLPs, and the output layer "
     "stays that of the base model."
 )
+SILENT_S = 3600.0
+"""A session that is silent for so long ends when another begins; clients send a heartbeat every few seconds."""
 _NOT_HERE = {
     "topk_prompt_logprobs": 0,
     "topk_sample_logprobs": 0,
@@ -46,6 +49,8 @@ class ClientSession:
     display_name: str | None
     models: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
+    heard_at: float = field(default_factory=time.monotonic)
+    """Time of the last heartbeat or request."""
 
 
 @dataclass
@@ -107,6 +112,7 @@ class Clients:
 
     def create_session(self, body: protocol.CreateSession) -> JsonMapping:
         """Open a session."""
+        self._end_silent()
         session_id = f"s{secrets.token_hex(8)}"
         self._sessions[session_id] = ClientSession(session_id, body.user_metadata, body.display_name)
         return {"session_id": session_id, "type": "create_session", "info_message": NO_HEAD}
@@ -116,10 +122,19 @@ class Clients:
         self._session(body.session_id)
         return {"type": "session_heartbeat"}
 
+    def _end_silent(self) -> None:
+        """End the sessions of clients that have crashed: they send no heartbeats, and have no requests that wait."""
+        heard_since = time.monotonic() - SILENT_S
+        for session_id in [s.session_id for s in self._sessions.values() if s.heard_at < heard_since]:
+            if not self.board.is_waiting(session_id):
+                self.finish(session_id)
+
     def _session(self, session_id: str) -> ClientSession:
         if session_id not in self._sessions:
             raise RefusedError(f"there is no session {session_id!r:.100}. Make a new ServiceClient.", status=GONE)
-        return self._sessions[session_id]
+        session = self._sessions[session_id]
+        session.heard_at = time.monotonic()
+        return session
 
     def finish(self, session_id: str) -> None:
         """End a session: its models, requests, results and the weights that only it samples with are dropped."""

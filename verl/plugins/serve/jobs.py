@@ -200,6 +200,11 @@ class JobBoard:
                 )
             return self._jobs[request_id]
 
+    def is_waiting(self, session_id: str) -> bool:
+        """Whether a request of a session is not answered yet."""
+        with self._changed:
+            return any(job.is_of(session_id) and not job.result.done() for job in self._jobs.values())
+
     def drop_session(self, session_id: str) -> list[ModelState]:
         """Remove the models, requests and results of a session, and return the models; what waits is refused."""
         with self._changed:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+Position = Annotated[int, Field(ge=0, lt=2**31)]
+"""Position of a request, model or sampling session in the order in which its client made them."""
 
 
 class _Request(BaseModel):
@@ -45,7 +48,7 @@ class CreateModel(_Request):
     """A new model: an adapter over the base model."""
 
     session_id: str
-    model_seq_id: int
+    model_seq_id: Position
     base_model: str
     lora_config: LoraSettings | None = None
     optimizer_config: OptimizerKind = OptimizerKind()
@@ -73,7 +76,7 @@ class OptimStep(_Request):
     """One step with the gradients since the last."""
 
     model_id: str
-    seq_id: int
+    seq_id: Position
     adam_params: AdamParams | None = None
 
 
@@ -81,11 +84,11 @@ class SaveWeights(_Request):
     """Save weights, with the optimizer's state or for sampling alone."""
 
     model_id: str
-    seq_id: int
+    seq_id: Position
     path: str | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: Position | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
 
 
@@ -95,9 +98,9 @@ class LoadWeights(_Request):
     path: str
     optimizer: bool
     model_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Position | None = None
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: Position | None = None
     base_model: str | None = None
     user_metadata: dict[str, object] | None = None
     optimizer_config: OptimizerKind | None = None
@@ -113,7 +116,7 @@ class CreateSamplingSession(_Request):
     """Sample with saved weights, or with the base model."""
 
     session_id: str
-    sampling_session_seq_id: int
+    sampling_session_seq_id: Position
     base_model: str | None = None
     model_path: str | None = None
 
@@ -141,7 +144,7 @@ class SamplingSettings(_Request):
     """How to sample."""
 
     max_tokens: int | None = None
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[int] | list[str] | None = None
     temperature: float = Field(default=1.0, allow_inf_nan=False)
     top_k: int = Field(default=-1, lt=2**31)
@@ -155,7 +158,7 @@ class SampleRequest(_Request):
     sampling_params: SamplingSettings
     num_samples: int = Field(default=1, ge=1, le=10_000)
     sampling_session_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Position | None = None
     base_model: str | None = None
     model_path: str | None = None
     prompt_logprobs: bool | None = None

@@ -126,7 +126,7 @@ class MetricsFile:
             step, data = int(record["step"]), record["data"]
             numbers = {name: _number(value) for name, value in data.items() if isinstance(value, int | float | None)}
             time = float(record.get("time", math.nan))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return
         self._tail.append((step, time, numbers))
         self.names.update(numbers)

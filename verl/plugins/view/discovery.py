@@ -244,7 +244,7 @@ def _is_metrics(path: Path) -> bool:
 def _json(line: str | bytes) -> object:
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -183,7 +183,7 @@ def numbers_of_samples(samples: Path, writer: str) -> dict[tuple[str, int], dequ
         numbers = [map(_number, columns[name]) if name in columns else [None] * rows for name in SAMPLE_NUMBERS]
         for uid, sibling, *values in zip(names, siblings, *numbers, strict=True):
             rows_by_sample[_text(uid), _whole(sibling, -1)].append(tuple(values))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return {}
     return rows_by_sample
 
@@ -204,7 +204,7 @@ def sample_rows(path: Path, writer: str) -> Iterator[tuple[object, ...]]:
             try:
                 record = json.loads(line)
                 score = math.nan if record["score"] is None else float(record["score"])  # NULL in the table
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 offset += len(line)
                 continue
             prompt = prompt_number(record)

@@ -83,7 +83,7 @@ class RanksFile:
                 }
                 for rank, name, begin, lasted, rss_mb, device_mb in line["rows"]
             ]  # fmt: skip
-        except (OSError, ValueError, KeyError, TypeError, IndexError):
+        except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError):
             return []
 
     def _look(self) -> None:

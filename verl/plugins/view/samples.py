@@ -314,7 +314,7 @@ def _read(path: str, row: sqlite3.Row) -> dict[str, object]:
         with open(path, "rb") as file:
             file.seek(row["offset"])
             return json.loads(file.read(row["size"]))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}); it may have been moved or written anew.") from error
 
 

@@ -255,7 +255,7 @@ def _answering(answer: Callable[[Request], object]) -> Callable[[Request], objec
             return result if isinstance(result, Response) else JSONResponse(sendable(result))
         except DataError as error:
             return JSONResponse({"error": str(error)}, status_code=404)
-        except ValueError as error:  # a number of the address that is none
+        except (ValueError, OverflowError) as error:  # a number of the address that is none, or has more than 64 bits
             return JSONResponse({"error": f"the address is not understood: {error}"}, status_code=400)
         except sqlite3.Error as error:  # it was deleted a moment ago, or the disk is full
             said = f"the index cannot be read ({error}); it is made again. Load the page again."
