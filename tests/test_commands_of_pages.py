@@ -42,6 +42,7 @@ NOT_OURS = {
     "git": "needs the address of a repository",
     "apt-get": "changes the machine",
     "cd": "of the shell",
+    "bash": "runs a script of examples, whose settings tests/examples checks",
     "eval": "changes the shell that types it; tests/cli tries the completion",
     "export": "changes the shell that types it",
     "source": "changes the shell that types it",
