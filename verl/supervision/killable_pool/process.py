@@ -222,7 +222,10 @@ class WorkerProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(MONITOR_S)
         if self.process.returncode == -signal.SIGKILL:
-            await asyncio.to_thread(kill_marked, self.mark)
+            try:
+                await asyncio.to_thread(kill_marked, self.mark)
+            except RuntimeError:  # the interpreter ends and starts no thread; nothing else waits for this loop any more
+                kill_marked(self.mark)
 
     def culprit_of(self, calls: list[PoolCall]) -> PoolCall | None:
         """Return which of its calls ended the process, or None if that is unknown."""

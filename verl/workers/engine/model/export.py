@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 FILE_BYTES = 2 << 30
 """Size from which on a file of an exported model is full."""
 
-_WEIGHTS = re.compile(r"^config\.json$|\.(safetensors|bin|pt|pth|gguf|partial)$|\.index\.json$")
+_WEIGHTS = re.compile(r"^config\.json$|\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|partial)$|\.index\.json$")
 
 Sizes: TypeAlias = Mapping[str, tuple[int, int]]
 """Bytes and elements of the weights in a file, by their names there."""
