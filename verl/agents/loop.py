@@ -157,7 +157,7 @@ class AgentLoopBase(ABC):
             self.dataset_cls = dataset_cls
         self.dataset_config = (dataset_config or data_config or DictConfigWrap(self.config.data)).config
         template: Any = self.dataset_config.apply_chat_template_kwargs or {}
-        plain = OmegaConf.to_container(template) if OmegaConf.is_config(template) else template
+        plain: Any = OmegaConf.to_container(template) if OmegaConf.is_config(template) else template
         self.apply_chat_template_kwargs: JsonObject = dict(plain)
 
     shared: Any = None

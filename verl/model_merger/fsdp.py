@@ -175,7 +175,10 @@ def _weights_of(
 
 def _as_stored(weights: LazyWeights, model: PreTrainedModel, config: PretrainedConfig) -> LazyWeights:
     """Return weights in the precision that ``config`` names; without any, as they were trained."""
-    return weights.converted(stored_format(model, config.dtype)) if config.dtype is not None else weights
+    dtype = config.dtype
+    if dtype is None:
+        return weights
+    return weights.converted(stored_format(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype))
 
 
 def _without_heads(weights: LazyWeights) -> tuple[LazyWeights, LazyWeights]:

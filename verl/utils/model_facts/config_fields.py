@@ -15,7 +15,7 @@ _RANDOM = (_DROPOUT, "jitter", "noise")
 def random_fields(fields: Mapping[str, object]) -> dict[str, float]:
     """Return the entries that make the forward pass random in training: dropout, jitter or noise above 0."""
     return {
-        name: float(value)
+        name: float(cast(float, value))
         for name, value in fields.items()
         if any(word in name for word in _RANDOM) and type(value) in (int, float) and cast(float, value) > 0
     }

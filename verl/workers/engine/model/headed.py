@@ -429,8 +429,8 @@ def _name_padding(text_config: PretrainedConfig, config: HFModelConfig) -> None:
         logger.warning("the reward model's config names no padding token: %s", error)
         return
     usable = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special and index not in ends}
-    bos = tokenizer.bos_token_id
-    preferred = tokenizer.pad_token_id, text_config.pad_token_id, *sorted(usable - {bos}), bos
+    bos: Any = tokenizer.bos_token_id
+    preferred: tuple[Any, ...] = (tokenizer.pad_token_id, text_config.pad_token_id, *sorted(usable - {bos}), bos)
     text_config.pad_token_id = next((index for index in preferred if index in usable), None)
     if text_config.pad_token_id is None:
         logger.warning(
