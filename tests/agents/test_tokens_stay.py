@@ -54,7 +54,7 @@ def is_first(name):
     return True
 """
 PROMPTS = [[5, 6], [8, 9, 10], [11, 12, 13, 14], [20, 21, 22, 23, 24]]
-LENGTH = 4096
+LENGTH = 4000
 """Of a response, padded: the rows of a process are large enough for Ray's object store."""
 
 

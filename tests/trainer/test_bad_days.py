@@ -41,7 +41,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def not_finite(metrics: dict[str, float]) -> list[str]:
-    return [name for name, value in metrics.items() if not math.isfinite(value)]
+    return [name for name, value in metrics.items() if value is None or not math.isfinite(value)]
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline"])

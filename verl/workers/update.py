@@ -99,16 +99,20 @@ def prepared_again(part: DataProto, engine: BaseEngine, plan: UpdatePlan, config
     """
     log_probs = engine.infer_batch(part, {"log_probs"}, plan.micro, plan.temperature)["log_probs"]
     columns = {name: column for name, column in part.batch.items() if column.shape == log_probs.shape}
-    columns["old_log_probs"] = log_probs
+    columns |= {"old_log_probs": log_probs, "input_ids": part.batch["input_ids"]}
     ranks: list[dict[str, Tensor]] = [columns]
     if (size := engine.get_data_parallel_size()) > 1:
         ranks = [{} for _ in range(size)]
         dist.all_gather_object(ranks, columns, group=engine.get_data_parallel_group())
-    whole = {name: torch.cat([of_rank[name] for of_rank in ranks]) for name in columns}
-    made = prepare_policy_loss(config.policy_loss.loss_mode, whole, config, seed=engine.weight_version)
-    first = sum(len(of_rank["old_log_probs"]) for of_rank in ranks[: engine.get_data_parallel_rank()])
-    own = {name: column[first : first + len(part)] for name, column in made.items()}
-    return replace_columns(part, DataProto.from_dict(tensors=own))
+    gathered = {name: torch.cat([columns[name] for columns in ranks]) for name in columns}
+    # What is drawn at random depends on the order of rows, and the order in which ranks have them on their number.
+    ids = gathered.pop("input_ids").cpu().numpy()
+    order = torch.tensor(sorted(range(len(ids)), key=lambda row: ids[row].tobytes()))
+    ordered = {name: column[order] for name, column in gathered.items()}
+    prepared = prepare_policy_loss(config.policy_loss.loss_mode, ordered, config, seed=engine.weight_version)
+    first = sum(len(columns["old_log_probs"]) for columns in ranks[: engine.get_data_parallel_rank()])
+    rows = order.argsort()[first : first + len(part)]
+    return replace_columns(part, DataProto.from_dict(tensors={name: column[rows] for name, column in prepared.items()}))
 
 
 _OF_ENGINE = {"grad_norm", "skipped_steps", "loss_scale"}

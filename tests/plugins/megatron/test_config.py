@@ -335,7 +335,6 @@ def test_parts_beside_no_recomputation_at_all_are_taken_as_published_configurati
         ("llama", {"mlp_bias": True}, "mlp_bias=True"),
         ("qwen2", {"model_type": "mimo"}, "as MiMo is Qwen2 with heads of multi-token prediction"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu"),
-        ("qwen3", {"attention_dropout": 0.1}, "override_config: {attention_dropout: 0}"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "(dynamic)"),
         ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "scale attention (yarn"),
     ],

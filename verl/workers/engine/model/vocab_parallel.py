@@ -161,9 +161,7 @@ def _values_at_targets(values: Tensor, targets: Tensor, first: int) -> Tensor:
 
 def _most_likely(values: Tensor, top: TopTokens, first: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Return the largest of all ranks' ``values`` (N, count) and their tokens. Collective."""
-    k, below = top
-    if below is not None:
-        values = values[:, : max(below - first, 0)]
+    k = top.count
     best, ids = values.topk(min(k, values.shape[-1]))
     missing = (0, k - best.shape[-1])  # of a rank with fewer tokens of the vocabulary
     mine = [
