@@ -385,6 +385,7 @@ def test_turns_without_an_end_are_refused(tmp_path):
     tokenizer = tokenizer_with(QWEN)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     with pytest.raises(
-        ConfigError, match="no token at the end of the assistant's turn, so the model would never learn"
+        ConfigError,
+        match="no token of this tokenizer at the end of the assistant's turn, so the model would never",
     ):
         open_talk(tmp_path, tokenizer, TALK)
