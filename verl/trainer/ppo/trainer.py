@@ -276,7 +276,7 @@ class PPOTrainer(TrainingLoop):
             "worker_init_fn": bound_to_driver(),
         }
         self.train_dataset, self.val_dataset, self.train_sampler = train_dataset, val_dataset, train_sampler
-        key = "gen_batch_size" if data.gen_batch_size else "train_batch_size"
+        key = "gen_batch_size" if data.gen_batch_size not in (None, data.train_batch_size) else "train_batch_size"
         self.train_dataloader = StatefulDataLoader(
             train_dataset,
             batch_size=data[key],
