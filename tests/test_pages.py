@@ -17,8 +17,8 @@ ROOTS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "
 KEY = re.compile(rf"(?<![\w./])\+?((?:{'|'.join(ROOTS)})\.[a-z_.]*[a-z_])(?==|`)")
 OPEN = ("reward_kwargs", "scorer_kwargs", "engine_kwargs", "override_config")
 """Sections that take any name."""
-NO_KEYS = {"data.pt", "reward_model.ground_truth", "actor_rollout_ref.rollout.temprature"}
-"""A file, a column of the data, and the misspelt key of docs/errors.md."""
+NO_KEYS = {"data.pt", "data.my_switch", "reward_model.ground_truth", "actor_rollout_ref.rollout.temprature"}
+"""A file, a key of a program, a column of the data, and the misspelt key of docs/errors.md."""
 
 
 def known_keys() -> set[str]:

@@ -17,6 +17,7 @@ import pytest
 
 import verl
 from tests.support.tiny_run import make_tiny_run, overrides
+from verl.trainer.ppo.trainer import PPOTrainer
 from verl.workers.losses import PolicyLoss
 
 # Measured, and never to be raised: a change that makes a road longer makes another one shorter.
@@ -79,6 +80,8 @@ def test_a_reader_of_the_smallest_run_meets_few_frames_files_and_lines(
         return call(self, *args)
 
     monkeypatch.setattr(PolicyLoss, "__call__", spy)
+    # As in a process of its own: in this one, other tests may have imported the public face of the trainer.
+    monkeypatch.setattr(PPOTrainer, "default", PPOTrainer)
     changes = {
         "trainer__total_training_steps": 1,
         "trainer__recovery__driver_restarts": 0,

@@ -254,6 +254,7 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.workers.rollout": "BaseRollout get_rollout_class",
     },
     "verl.workers.rollout.base": {"verl.compat.toolkit.config": "omega_conf_to_dataclass"},
+    "verl.workers.utils.losses": {"verl.utils": "tu=tensordict_utils"},
 }
 """Module → home → names, separated by spaces; ``tu=tensordict_utils`` is a name that the home calls otherwise."""
 

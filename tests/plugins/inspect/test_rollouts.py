@@ -97,7 +97,7 @@ def test_other_files_are_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"score": None},
+        {"score": "high"},
         {"score": 10**400},
         {"input": 3},
         {"trajectory": []},

@@ -52,7 +52,7 @@ def test_memory_is_kept_on_ranks_that_have_no_other_work(run: Run, judged: dict[
         ({"launch_reward_fn_async": True}, "the judge and the policy, which computes log-probs meanwhile, share"),
         ({"rollout.max_model_len": 100}, "prompt_length + response_length is 4096"),
         ({"rollout.name": "vlm"}, "reward_model.rollout.name=vlm"),
-        ({"rollout.expert_parallel_size": 2}, "expert_parallel_size=2: reward_model.rollout.name=native"),
+        ({"rollout.expert_parallel_size": 2}, "expert_parallel_size=2: with reward_model.rollout.name=native"),
         ({"rollout.name": "trtllm"}, "this engine is not in this version"),
         ({"rollout.engine_kwargs": {"vlm": {}}}, "no engine of that name takes arguments"),
     ],

@@ -90,7 +90,7 @@ def on_two_ranks(rank, world_size, folder, paths):
         given = ((key, weights[key]) for key, _ in model.named_parameters())
         if name == "large":
             with Peak() as peak:
-                write_in_turn(given, model, folder / name, 8 * MIB)
+                write_in_turn(given, model, folder / name, 4 * MIB)
             found["peak of export"] = peak.increase
         else:
             WeightFiles.collect(given, model, 1).write(folder / name)
@@ -151,9 +151,9 @@ def test_ranks_have_the_weights_of_the_files(ranks, paths, name):
 
 @pytest.mark.parametrize("name", ["experts", "large", "backbone"])
 def test_ranks_export_what_transformers_saves(ranks, paths, tmp_path, name):
-    """The same names, shapes, formats and bytes, in files of which each rank held its own."""
+    """The same names, shapes, formats (those of the base) and bytes, in files of which each rank held its own."""
     folder = ranks[0] / name
-    AutoModelForCausalLM.from_pretrained(paths[name], dtype=torch.float32).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(paths[name]).save_pretrained(tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == expected.keys()
@@ -167,12 +167,12 @@ def test_ranks_export_what_transformers_saves(ranks, paths, tmp_path, name):
 
 
 def test_no_rank_holds_the_model_during_an_export(ranks):
-    """A file ends with the layer, of 7 MiB, that fills it with 8 MiB, and Transformers' names of it may be copies."""
+    """A file ends with the layer, of 3.5 MiB, that fills it with 4 MiB, and Transformers' names of it may be copies."""
     files = list((ranks[0] / "large").glob("*.safetensors"))
     assert len(files) > 4
-    assert max(path.stat().st_size for path in files) < 16 * MIB
+    assert max(path.stat().st_size for path in files) < 8 * MIB
     for found in ranks[1]:
-        assert found["peak of export"] < 32 * MIB < sum(path.stat().st_size for path in files) / 3
+        assert found["peak of export"] < 32 * MIB < sum(path.stat().st_size for path in files) * 2 / 3
 
 
 def test_a_small_model_is_one_file(paths, tmp_path):
