@@ -65,6 +65,7 @@ def test_weights_moments_and_step_are_taken_over(saved: Path, tmp_path: Path, ra
         run_ranks(check_the_state, ranks, tmp_path, saved)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_it(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
     shutil.copytree(saved, tmp_path / "run")
     root = tmp_path / "run"

@@ -158,6 +158,7 @@ def test_an_error_of_the_data_set_is_raised_as_it_is(workers, caplog):
     assert "was lost" not in caplog.text
 
 
+@pytest.mark.slow
 def test_processes_that_always_die_end_the_run_with_advice(caplog):
     with pytest.raises(RuntimeError, match="DataLoader worker") as error:
         list(batches(loader(deadly=7)))

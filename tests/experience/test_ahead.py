@@ -94,7 +94,7 @@ FILTERS = {
     "changes",
     [
         pytest.param({"reward_model__launch_reward_fn_async": "true"}, id="scores_under_way"),
-        pytest.param(FILTERS, id="dynamic_sampling_and_a3po"),
+        pytest.param(FILTERS, id="dynamic_sampling_and_a3po", marks=pytest.mark.slow),
         pytest.param(CRITIC, id="critic", marks=pytest.mark.slow),
         pytest.param(IMAGES, id="images", marks=pytest.mark.slow),
     ],

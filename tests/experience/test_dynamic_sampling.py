@@ -141,6 +141,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_prompts_that_differ_and_resumes_exactly(train, tmp_path):
     straight = train(trainer__total_training_steps=4, trainer__default_local_dir=tmp_path / "a")
     assert list(straight) == [1, 2, 3, 4]

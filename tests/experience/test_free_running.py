@@ -183,6 +183,7 @@ def test_slow_samples_are_trained_on_in_a_later_step_and_each_once(train: Train)
     assert {name.split("/")[0] for name in run.names} == {f"{step}-{row}" for step in range(1, 6) for row in range(4)}
 
 
+@pytest.mark.slow
 def test_a_recorded_run_is_repeated_bit_by_bit(train: Train, tmp_path: Path) -> None:
     slow = {"actor_rollout_ref__rollout__agent__default_agent_loop": "slow", "trainer__total_training_steps": 4}
     DataProto().save_to_disk(tmp_path / "7.safetensors")  # of a longer run before
@@ -208,6 +209,7 @@ def test_dynamic_sampling_ends_a_run_whose_prompts_teach_nothing(train: Train) -
         train("equal", **changes)
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_ends_a_run_whose_trajectories_fail(train: Train) -> None:
     with pytest.raises(RolloutError, match=r"(?s)16 of 16 trajectories failed:.*no tool answers"):
         train("broken", actor_rollout_ref__rollout__agent__default_agent_loop="broken", **FILTERS)

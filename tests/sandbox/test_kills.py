@@ -76,8 +76,7 @@ def striker(depth, number, most, is_deaf=False):
 
 
 @needs_sandbox
-@pytest.mark.parametrize("depth", [0, 1, -1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(("depth", "number"), [(0, signal.SIGTERM), (1, signal.SIGKILL), (-1, signal.SIGKILL)])
 def test_a_killed_run_is_made_again(depth, number, sandbox):
     """The program's answer, whichever of its processes was killed in the first two attempts."""
     is_deaf = (depth, number) == (1, signal.SIGTERM)  # the kernel shields process 1 of a namespace from it

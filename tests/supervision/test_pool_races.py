@@ -114,6 +114,7 @@ def test_the_time_of_a_job_is_not_up_while_the_monitor_is_held_up(tmp_path):
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_monitor_that_is_never_heard_of_again(tmp_path, monkeypatch):
     """It is killed in the end, and how its worker ended is not known: the job is tried again."""
     monkeypatch.setattr(pool_process, "REAP_S", 1.0)
@@ -142,6 +143,7 @@ def test_starts_that_are_killed_while_the_monitor_is_held_up(tmp_path):
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_lost_its_worker_gets_no_jobs(tmp_path, monkeypatch):
     """Two jobs come while the monitor has not said yet that the idle worker is gone; another process serves them."""
     monkeypatch.setattr(pool_process, "REAP_S", 60.0)
@@ -227,6 +229,7 @@ def test_jobs_behind_one_that_blocks_begin_elsewhere_and_nowhere_else(tmp_path):
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_job_that_clings_to_a_process_costs_no_other(tmp_path):
     """It was taken back and blocks the loop as it goes: no job that comes later is late for that."""
     pool = KillablePool(side_by_side, budget=Budget(timeout_s=20.0, kill_retries=0), max_concurrent=AT_ONCE)

@@ -128,6 +128,7 @@ def test_one_server_serves_many_threads(stdio: list[BaseTool]):
     assert sorted(texts) == [f"{n} s3cret" for n in range(1, 9)]
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_is_started_again(stdio: list[BaseTool]):
     calls(stdio, ("counted", {}))
     [before] = calls(stdio, ("counted", {}))
@@ -158,6 +159,7 @@ def test_a_server_that_dies_while_it_starts_is_started_once_more(tmp_path: Path)
     close(tools)
 
 
+@pytest.mark.slow
 def test_a_call_that_does_no_harm_twice_is_made_again_when_its_server_dies(stdio: list[BaseTool], tmp_path: Path):
     [found] = calls(stdio, ("die_once", {"mark": str(tmp_path / "mark")}))
     assert (found.failure, found.response.text) == (None, "alive")
@@ -224,6 +226,7 @@ def test_servers_that_cannot_be_used(tmp_path: Path):
         assert "user:pass" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_closed_connection_leaves_no_process(tmp_path: Path):
     def servers() -> list[psutil.Process]:
         children = psutil.Process().children(recursive=True)

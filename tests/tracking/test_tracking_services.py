@@ -110,6 +110,7 @@ def test_tensorboard_shows_a_step_that_is_done_again_once(tmp_path, monkeypatch)
     assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
 
 
+@pytest.mark.slow
 def test_wandb(run):
     folder = run("wandb", WANDB_MODE="offline")
     written = everything(folder / "wandb")
@@ -125,6 +126,7 @@ def test_wandb(run):
     assert len(copies) == 2, "the checkpoint itself, and what wandb will upload"
 
 
+@pytest.mark.slow
 def test_mlflow(run):
     folder = run("mlflow", MLFLOW_TRACKING_URI="file:mlruns", MLFLOW_ALLOW_FILE_STORE="true")
     (metric,) = folder.rglob("metrics/critic/score/mean")

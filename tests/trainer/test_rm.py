@@ -63,6 +63,7 @@ def test_it_learns_the_rule_behind_the_preferences(train, tmp_path):
     assert score(tmp_path / "merged", [2, 9, 3, 8, 1]) == score(folder, [2, 9, 3, 8, 1])
 
 
+@pytest.mark.slow
 def test_centring_keeps_rewards_around_zero(train):
     plain = train(15, optim__lr=1e-2)[15]
     centred = train(15, "centred", optim__lr=1e-2, loss__center_rewards_coefficient=1.0)[15]
@@ -71,6 +72,7 @@ def test_centring_keeps_rewards_around_zero(train):
     assert level["centred"] < 0.5 * level["plain"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_where_it_stopped(train):
     # 24 pairs in batches of 8 make an epoch of 3 steps: the break after step 3 is at its end.
     straight = train(5, "straight")

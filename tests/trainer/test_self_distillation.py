@@ -73,6 +73,7 @@ def test_without_context_the_policy_agrees_with_itself(train):
     assert abs(divergences(train(SAME, **hotter, trainer__total_training_steps=1))[0]) > 1e-2
 
 
+@pytest.mark.slow
 def test_over_the_whole_vocabulary_too(train):
     full = {f"{LOSS}__loss_mode": "reverse_kl", "trainer__total_training_steps": 1}
     (same,) = train(SAME, **full, **{f"{OWN}__weights": "ema"}).values()
@@ -83,6 +84,7 @@ def test_over_the_whole_vocabulary_too(train):
     assert hinted["distillation/agreement"] < 1
 
 
+@pytest.mark.slow
 def test_context_makes_the_teacher_another_one_from_which_the_policy_learns(train):
     steps = train(HINT, trainer__total_training_steps=4, **{f"{LOSS}__loss_mode": "k2"})
     assert abs(steps[1]["distillation/kl"]) > 1e-3
@@ -95,6 +97,7 @@ def test_context_makes_the_teacher_another_one_from_which_the_policy_learns(trai
     assert nothing["actor/grad_norm"] == 0
 
 
+@pytest.mark.slow
 def test_the_average_ends_in_the_policy_and_in_its_start(train):
     def under(weights: str, decay: float = 0.99) -> list[float]:
         settings = {f"{OWN}__weights": weights, f"{OWN}__ema_decay": decay, "trainer__total_training_steps": 2}
@@ -107,6 +110,7 @@ def test_the_average_ends_in_the_policy_and_in_its_start(train):
     assert under("ema", decay=1) == initial
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_average(train):
     ema = {f"{OWN}__weights": "ema", f"{OWN}__ema_decay": 0.5, "trainer__save_freq": 2}
     straight = train(HINT, "straight", **ema, trainer__total_training_steps=4)

@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "own forward": {f"{ACTOR}ppo_mini_batch_size": 4},
     "nothing shared": TOKENS | {f"{ROLLOUT}n": 1, "algorithm__adv_estimator": "reinforce_plus_plus"},
 }
-FIRST = ("tokens, two epochs, shuffled", "critic")
+FIRST = ("tokens, two epochs, shuffled",)
 RANKS = TOKENS | {"trainer__controller": "ray", "trainer__n_gpus_per_node": 2, "trainer__recovery__backoff_s": 0}
 
 

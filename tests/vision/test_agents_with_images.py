@@ -161,7 +161,6 @@ def test_a_drawn_image_token_is_text_in_later_sequences_too(name, loops, tmp_pat
         ("forgets", "image tokens, and image_data makes"),
         ("lies", "its 3 images make 12|other images than the policy was shown"),
         ("hears", "multi_modal_data has audios, which is not read"),
-        ("damaged", "image_data, image 0: the image of 10 bytes cannot be read"),
     ],
 )
 def test_wrong_images_of_a_loop_fail_its_trajectory(name, said, loops, tmp_path):

@@ -89,7 +89,8 @@ def test_agent_loops_give_the_columns_of_the_engine_alone(family, tmp_path):
 REWARD = "def compute_score(solution_str, ground_truth, **_):\n    return float(ground_truth[0] in solution_str)\n"
 
 
-@pytest.mark.parametrize("multi_turn", [pytest.param("false", marks=pytest.mark.slow), "true"])
+@pytest.mark.parametrize("multi_turn", ["false", "true"])
+@pytest.mark.slow
 def test_two_steps_of_ppo(multi_turn, tmp_path, monkeypatch):
     log = tmp_path / "metrics.jsonl"
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))

@@ -222,6 +222,7 @@ def updated(path, batch):
     return naive_update(path, batch, CONFIG)
 
 
+@pytest.mark.slow
 def test_layouts_save_the_same_model(folder):
     saved = [saved_weights(folder / layout) for layout in ("tensor", "pipeline", "data")]
     for one in saved[1:]:

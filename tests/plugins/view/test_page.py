@@ -134,6 +134,7 @@ def test_a_run_of_one_step_shows_what_is_not_finite_and_what_the_reward_function
     page.locator(".one dd").get_by_text("sixteen").wait_for()
 
 
+@pytest.mark.slow
 def test_forty_runs_have_forty_lines(serve, open_view, tmp_path):
     for number in range(40):
         make_up_run(tmp_path / f"run{number:02}", steps=2, metrics=0, prompts=1, siblings=1)
@@ -163,6 +164,7 @@ def test_one_question_answers_for_several_runs_and_metrics(server):
     assert server.get("/api/series", run=[*keys, "gone"], name=names).status_code == 404
 
 
+@pytest.mark.slow
 def test_all_runs_are_chosen_by_one_click_and_asked_for_by_one_question(server, open_view):
     tab = open_view(server)
     page = tab.page
@@ -468,7 +470,7 @@ def test_a_report_opens_from_its_file_in_light_and_dark(chromium, folder, tmp_pa
     context.close()
 
 
-@pytest.mark.parametrize("width", [1400, 820, 390])
+@pytest.mark.parametrize("width", [1400, pytest.param(820, marks=pytest.mark.slow), 390])
 def test_nothing_is_wider_than_the_window_and_everything_has_a_name(server, open_view, width):
     tab = open_view(server, width=width, color_scheme="dark")
     page = tab.page

@@ -61,7 +61,9 @@ def start(places, dtype: torch.dtype) -> Groups:
     return Groups(trainers, samplers, dtype)
 
 
-@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float32], ids=["bf16", "fp32"]
+)
 def groups(request, places) -> Iterator[Groups]:
     groups = start(places, request.param)
     yield groups
