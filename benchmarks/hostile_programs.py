@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.support.hostile_programs import judge, machine, programs
-from verl.sandbox import Sandbox
+from verl.plugins.sandbox import Sandbox
 
 
 def hostile_table(sandbox: Sandbox) -> int:

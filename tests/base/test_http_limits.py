@@ -15,8 +15,8 @@ import pytest
 from verl.base import http_limits
 from verl.base.http_limits import UNCOMPRESSED, answer_limit, async_answer_limit
 from verl.errors import RewardError
-from verl.sandbox.fusion import FusionSandbox
-from verl.sandbox.types import SandboxError
+from verl.plugins.sandbox.fusion import FusionSandbox
+from verl.plugins.sandbox.types import SandboxError
 from verl.scorers.llm_judge import _client
 from verl.scorers.remote import RemoteScorer
 

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
+from verl.plugins.sandbox.prime_code import extract_code
 from verl.scorers import (
     countdown,
     geo3k,
@@ -23,7 +24,6 @@ from verl.scorers import (
 from verl.scorers.llm_judge import CONTROL_TOKEN, Judge
 from verl.scorers.math_equality import canonical, readings
 from verl.scorers.parts import format_reward, last_tag, repetition_penalty
-from verl.scorers.prime_code import extract_code
 from verl.supervision.killable_pool import Budget, KillablePool
 
 COUNTDOWN_TRUTH = {"target": 24, "numbers": [1, 2, 3, 4]}

@@ -28,13 +28,13 @@ from verl.config import PPOConfig
 from verl.datasets.chat import as_messages
 from verl.datasets.files import open_files
 from verl.errors import CheckpointError, ConfigError, DataError, RewardError
+from verl.plugins.sandbox.fusion import outcome_of, run_code_url
+from verl.plugins.sandbox.prime_code.cases import ValueCase, read_cases
+from verl.plugins.sandbox.prime_code.compare import same_text, same_value
+from verl.plugins.sandbox.types import Limits, SandboxError
 from verl.protocol import DataProto
-from verl.sandbox.fusion import outcome_of, run_code_url
-from verl.sandbox.types import Limits, SandboxError
 from verl.scorers import llm_judge, math_reward
 from verl.scorers.math_equality import readings
-from verl.scorers.prime_code.cases import ValueCase, read_cases
-from verl.scorers.prime_code.compare import same_text, same_value
 from verl.supervision.killable_pool.calls import Reply
 from verl.trainer.config.overrides import force_overrides, keys_set
 

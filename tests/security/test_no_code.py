@@ -27,10 +27,10 @@ from verl.checkpoint.shards import read_state
 from verl.datasets.files import open_files
 from verl.errors import CheckpointError, ConfigError, DataError, VerlError
 from verl.model_merger import merge
+from verl.plugins.sandbox import Sandbox, SandboxUnavailableError
+from verl.plugins.sandbox.fusion import outcome_of
+from verl.plugins.sandbox.types import Limits
 from verl.protocol import DataProto
-from verl.sandbox import Sandbox, SandboxUnavailableError
-from verl.sandbox.fusion import outcome_of
-from verl.sandbox.types import Limits
 from verl.supervision.killable_pool.calls import Reply
 from verl.testing.models import tiny_model_dir
 from verl.trainer.config import load_config
@@ -95,9 +95,9 @@ ALLOWED = {
     # By a loader that makes numbers, texts, paths, lists and dicts alone: see tests of omegaconf_private.py.
     ("trainer/config/flags.py", "yaml.load"): 1,
     # What the policy wrote for its Python tool; this file runs inside the sandbox alone.
-    ("sandbox/cells.py", "exec"): 1,
-    ("sandbox/cells.py", "eval"): 1,
-    ("sandbox/cells.py", "compile"): 2,
+    ("plugins/sandbox/cells.py", "exec"): 1,
+    ("plugins/sandbox/cells.py", "eval"): 1,
+    ("plugins/sandbox/cells.py", "compile"): 2,
     # Files of this package, from an interpreter that need not have it.
     ("workers/rollout/engine_side/verl_sglang.py", "importlib.util.spec_from_file_location"): 1,
     # The library that was compiled here, into a folder that nobody else may write to.

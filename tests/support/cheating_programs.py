@@ -42,7 +42,7 @@ CHEATING_PROGRAMS = {
     "plain of the harness": "import sys\nsys.modules['__main__'].plain = lambda v: True\ndef f(*a): return 0",
     "namespace of the harness": "import sys\nsys.modules['__main__'].namespace = {}\ndef f(*a): return 0",
     "request of the harness": "import sys\nmain = sys.modules['__main__']\nmain.request = {'expression': 'True'}",
-    "judge imported inside": "import verl.scorers.prime_code.compare as c\nc.same_value = lambda *a: True",
+    "judge imported inside": "import verl.plugins.sandbox.prime_code.compare as c\nc.same_value = lambda *a: True",
     "eval": "import builtins\nbuiltins.eval = lambda *a: True\ndef f(*a): return 0",
     "isinstance": "import builtins\nbuiltins.isinstance = lambda *a: True\ndef f(*a): return 0",
     "sorted and list": "sorted = list = set = tuple = lambda *a, **k: True\ndef f(*a): return 0",

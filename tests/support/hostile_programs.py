@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verl.sandbox import Limits, ProgramResult, Sandbox
-from verl.sandbox.bubblewrap import PROGRAM
-from verl.sandbox.runner import adopting_orphans
-from verl.sandbox.watch import descendants
+from verl.plugins.sandbox import Limits, ProgramResult, Sandbox
+from verl.plugins.sandbox.bubblewrap import PROGRAM
+from verl.plugins.sandbox.runner import adopting_orphans
+from verl.plugins.sandbox.watch import descendants
 
 LIMITS = Limits(wall_s=3.0, cpu_s=1, memory_mb=256, max_processes=8, max_output_bytes=1 << 16, max_files_mb=16)
 PATIENT = replace(LIMITS, wall_s=60.0)

@@ -300,7 +300,7 @@ from verl.errors import ConfigError
 from verl.trainer.config import DataConfig, PPOConfig
 from verl.trainer.ppo.reward import check_reward_data, load_reward_manager
 from verl.datasets import RLHFDataset
-from verl.sandbox import bubblewrap
+from verl.plugins.sandbox import bubblewrap
 
 bubblewrap.TOOLS = "/nowhere"
 dataset = RLHFDataset(sys.argv[1], TOKENIZER, DataConfig(max_prompt_length=20))

@@ -1,8 +1,8 @@
-"""Public address of :mod:`verl.sandbox`."""
+"""Public address of :mod:`verl.plugins.sandbox`."""
 
-from verl.sandbox import Limits as Limits
-from verl.sandbox import Sandbox as Sandbox
-from verl.sandbox import SandboxError as SandboxError
-from verl.sandbox import SandboxUnavailableError as SandboxUnavailableError
-from verl.sandbox import Status as Status
-from verl.sandbox import why_unavailable as why_unavailable
+from verl.plugins.sandbox import Limits as Limits
+from verl.plugins.sandbox import Sandbox as Sandbox
+from verl.plugins.sandbox import SandboxError as SandboxError
+from verl.plugins.sandbox import SandboxUnavailableError as SandboxUnavailableError
+from verl.plugins.sandbox import Status as Status
+from verl.plugins.sandbox import why_unavailable as why_unavailable

@@ -1,3 +1,3 @@
 """Old address of the function that runs a program against tests."""
 
-from verl.scorers.prime_code import run_test as run_test
+from verl.plugins.sandbox.prime_code import run_test as run_test

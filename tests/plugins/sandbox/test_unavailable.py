@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandbox.requirements import needs_sandbox
-from verl.sandbox import bubblewrap, find_setups, why_unavailable
+from tests.plugins.sandbox.requirements import needs_sandbox
+from verl.plugins.sandbox import bubblewrap, find_setups, why_unavailable
 
 ROOT = Path(__file__).parents[2]
 TRY = (
-    "from verl.sandbox import Sandbox, SandboxUnavailableError, bubblewrap\n"
+    "from verl.plugins.sandbox import Sandbox, SandboxUnavailableError, bubblewrap\n"
     "{}\n"
     "try:\n    print('RAN', Sandbox().run('print(1)').stdout)\n"
     "except SandboxUnavailableError as error:\n    print('REFUSED', error)"

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from verl.scorers.prime_code.compare import plain
+from verl.plugins.sandbox.prime_code.compare import plain
 
 Conversion = Callable[[Any], object]
 

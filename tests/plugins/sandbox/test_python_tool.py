@@ -7,10 +7,10 @@ import json
 import threading
 
 from tests.agents.test_tool_calls import shorten
-from tests.sandbox.requirements import needs_sandbox
+from tests.plugins.sandbox.requirements import needs_sandbox
 from verl.agents.parsers import FunctionCall
 from verl.agents.tool_calls import ToolLimits, ToolRunner
-from verl.tools.python_tool import PythonTool
+from verl.plugins.sandbox.python_tool import PythonTool
 
 pytestmark = needs_sandbox
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.scorers.prime_code.cases import TextCase, ValueCase, extract_code, read_cases
-from verl.scorers.prime_code.compare import plain, same_text, same_value
+from verl.plugins.sandbox.prime_code.cases import TextCase, ValueCase, extract_code, read_cases
+from verl.plugins.sandbox.prime_code.compare import plain, same_text, same_value
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandbox.requirements import needs_sandbox
+from tests.plugins.sandbox.requirements import needs_sandbox
 from tests.support.hostile_programs import judge, machine, programs
-from verl.sandbox import Limits, Sandbox, Status
+from verl.plugins.sandbox import Limits, Sandbox, Status
 
 pytestmark = needs_sandbox
 
@@ -89,7 +89,7 @@ def test_no_zombie_is_left(sandbox):
 
 
 def _zombies() -> set[int]:
-    from verl.sandbox.watch import descendants
+    from verl.plugins.sandbox.watch import descendants
 
     found = set()
     for pid in descendants(os.getpid()):

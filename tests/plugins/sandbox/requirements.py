@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from verl.sandbox.bubblewrap import INSTALL
+from verl.plugins.sandbox.bubblewrap import INSTALL
 
 
 @functools.cache

@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from tests.sandbox.requirements import needs_sandbox
-from tests.scorers.fusion_server import service
+from tests.plugins.sandbox.fusion_server import service
+from tests.plugins.sandbox.requirements import needs_sandbox
 from tests.support.cheating_programs import CHEATING_PROGRAMS
 from verl.errors import ConfigError, RewardError
-from verl.sandbox import Limits, SandboxError
-from verl.sandbox.fusion import FusionSandbox, outcome_of, run_code_url
+from verl.plugins.sandbox import Limits, SandboxError
+from verl.plugins.sandbox.fusion import FusionSandbox, outcome_of, run_code_url
+from verl.plugins.sandbox.prime_code import CODE_SOURCES, check_sandbox, score_code
 from verl.scorers import check_settings, default_compute_score, prime_code, sandbox_fusion
-from verl.scorers.prime_code import CODE_SOURCES, check_sandbox, score_code
 from verl.utils.reward_score.prime_code.testing_util import run_test
 
 DOUBLE = {"inputs": ["1\n", "2\n", "3\n", "4\n"], "outputs": ["2", "4", "6", "8"]}
@@ -355,8 +355,8 @@ def test_without_a_sandbox_and_without_a_service_code_is_refused(tmp_path):
     from pathlib import Path
 
     program = (
-        "from verl.sandbox import bubblewrap\nbubblewrap.TOOLS = '/nowhere'\n"
-        "from verl.scorers.prime_code import check_sandbox, score_code\n"
+        "from verl.plugins.sandbox import bubblewrap\nbubblewrap.TOOLS = '/nowhere'\n"
+        "from verl.plugins.sandbox.prime_code import check_sandbox, score_code\n"
         "check_sandbox({'sandbox_fusion_url': 'http://localhost:1'})\n"
         'for attempt in (lambda: check_sandbox({}), lambda: score_code(\'```python\\nopen("ran", "w")\\n```\','
         " {'inputs': ['1'], 'outputs': ['1']})):\n"

@@ -11,9 +11,9 @@ If this machine cannot do that, no program runs, and :class:`SandboxUnavailableE
 
 from __future__ import annotations
 
-from verl.sandbox.bubblewrap import find_setups, why_unavailable
-from verl.sandbox.runner import Sandbox
-from verl.sandbox.types import Limits, ProgramResult, SandboxError, SandboxUnavailableError, Status
+from verl.plugins.sandbox.bubblewrap import find_setups, why_unavailable
+from verl.plugins.sandbox.runner import Sandbox
+from verl.plugins.sandbox.types import Limits, ProgramResult, SandboxError, SandboxUnavailableError, Status
 
 __all__ = [
     "Limits",

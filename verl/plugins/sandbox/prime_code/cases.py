@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.errors import RewardError
-from verl.scorers.prime_code.assertions import CONVERSIONS, read_assertion, unchanged
-from verl.scorers.prime_code.compare import plain, same_text, same_value
+from verl.plugins.sandbox.prime_code.assertions import CONVERSIONS, read_assertion, unchanged
+from verl.plugins.sandbox.prime_code.compare import plain, same_text, same_value
 
 OPENING = re.compile(
     r"(?P<quote>(?:[ \t]*>)*)"

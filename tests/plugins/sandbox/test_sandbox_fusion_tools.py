@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.sandbox.requirements import needs_sandbox
-from tests.scorers.fusion_server import service
-from verl.tools.sandbox_fusion_tools import SandboxFusionTool
+from tests.plugins.sandbox.fusion_server import service
+from tests.plugins.sandbox.requirements import needs_sandbox
+from verl.plugins.sandbox.sandbox_fusion_tools import SandboxFusionTool
 
 pytestmark = needs_sandbox
 

@@ -18,10 +18,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from verl.sandbox import cells
-from verl.sandbox.bubblewrap import BubblewrapSetup
-from verl.sandbox.memory_group import memory_group
-from verl.sandbox.runner import (
+from verl.plugins.sandbox import cells
+from verl.plugins.sandbox.bubblewrap import BubblewrapSetup
+from verl.plugins.sandbox.memory_group import memory_group
+from verl.plugins.sandbox.runner import (
     SAMPLE_EVERY_S,
     StartedSandbox,
     adopting_orphans,
@@ -30,8 +30,8 @@ from verl.sandbox.runner import (
     start_bubblewrap,
     working_setup,
 )
-from verl.sandbox.seccomp import filter_program
-from verl.sandbox.types import Limits, ProgramResult, SandboxError, Status, end_of
+from verl.plugins.sandbox.seccomp import filter_program
+from verl.plugins.sandbox.types import Limits, ProgramResult, SandboxError, Status, end_of
 
 START_S = 30.0
 """How long an interpreter may take to start on a busy machine."""

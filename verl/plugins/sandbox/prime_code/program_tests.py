@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from verl.sandbox import Limits, ProgramResult
-from verl.scorers.prime_code.cases import Case, ValueCase, extract_code
-from verl.scorers.prime_code.harness import with_harness
+from verl.plugins.sandbox import Limits, ProgramResult
+from verl.plugins.sandbox.prime_code.cases import Case, ValueCase, extract_code
+from verl.plugins.sandbox.prime_code.harness import with_harness
 
 PASSED, NO_CODE, WRONG_ANSWER, NOT_RUN = "passed", "no_code", "wrong_answer", "not_run"
 
@@ -49,7 +49,7 @@ class CaseResult:
     """Result of one test."""
 
     status: str
-    """``passed``, ``wrong_answer``, ``not_run``, or why the program failed (:class:`verl.sandbox.Status`)."""
+    """``passed``, ``wrong_answer``, ``not_run``, or why the program failed (:class:`verl.plugins.sandbox.Status`)."""
     reason: str = ""
     """The status with details."""
     seconds: float = 0.0

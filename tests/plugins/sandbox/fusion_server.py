@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from verl.sandbox import Limits, Sandbox
+from verl.plugins.sandbox import Limits, Sandbox
 
 
 class Service(ThreadingHTTPServer):

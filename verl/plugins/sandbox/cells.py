@@ -1,4 +1,4 @@
-"""The program of an :class:`verl.sandbox.interpreter.Interpreter`. It runs inside the sandbox, on its own.
+"""The program of an :class:`verl.plugins.sandbox.interpreter.Interpreter`. It runs inside the sandbox, on its own.
 
 It reads pieces of code ("cells"), each after its length in four bytes, runs them in one namespace as a notebook does,
 and writes one byte after each: ``+`` if it ended well, ``-`` if it raised. Their output goes to stdout.

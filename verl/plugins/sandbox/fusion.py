@@ -1,4 +1,4 @@
-"""Client that runs programs on a SandboxFusion service, with the interface of :class:`verl.sandbox.Sandbox`.
+"""Client that runs programs on a SandboxFusion service, with the interface of :class:`verl.plugins.sandbox.Sandbox`.
 
 It uses ``POST /run_code`` (https://bytedance.github.io/SandboxFusion).
 """
@@ -17,7 +17,7 @@ from tenacity import Retrying
 
 from verl.base.http_limits import UNCOMPRESSED, answer_limit
 from verl.base.http_retries import FIRST_PAUSE_S, retry_rule
-from verl.sandbox.types import Limits, ProgramResult, SandboxError, Status, end_of
+from verl.plugins.sandbox.types import Limits, ProgramResult, SandboxError, Status, end_of
 
 RETRIES = 4  # attempts after the first
 LONGEST_S = 1e9
@@ -74,7 +74,7 @@ class FusionSandbox:
         )
 
     def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> ProgramResult:
-        """Run a program; see :meth:`verl.sandbox.Sandbox.run`.
+        """Run a program; see :meth:`verl.plugins.sandbox.Sandbox.run`.
 
         Raises:
             SandboxError: the service cannot be reached, gives an invalid answer, or reports its own failure.

@@ -15,11 +15,19 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from verl.sandbox.bubblewrap import MIB, PROBE, PROBE_LIMITS, BubblewrapSetup, complaint, find_setups, why_unavailable
-from verl.sandbox.memory_group import MemoryGroup, memory_group
-from verl.sandbox.seccomp import filter_program
-from verl.sandbox.types import Limits, ProgramResult, SandboxError, SandboxUnavailableError, Status, end_of
-from verl.sandbox.watch import RunUsage, descendants
+from verl.plugins.sandbox.bubblewrap import (
+    MIB,
+    PROBE,
+    PROBE_LIMITS,
+    BubblewrapSetup,
+    complaint,
+    find_setups,
+    why_unavailable,
+)
+from verl.plugins.sandbox.memory_group import MemoryGroup, memory_group
+from verl.plugins.sandbox.seccomp import filter_program
+from verl.plugins.sandbox.types import Limits, ProgramResult, SandboxError, SandboxUnavailableError, Status, end_of
+from verl.plugins.sandbox.watch import RunUsage, descendants
 from verl.supervision.prctl import adopt_orphans, adopts_orphans
 from verl.supervision.processes import is_stopped
 

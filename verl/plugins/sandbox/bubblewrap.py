@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from verl.sandbox.seccomp import MACHINES, filter_program
-from verl.sandbox.types import Limits, ProgramResult
+from verl.plugins.sandbox.seccomp import MACHINES, filter_program
+from verl.plugins.sandbox.types import Limits, ProgramResult
 
 INSTALL = "apt-get install bubblewrap"
 OLDEST = (0, 7)

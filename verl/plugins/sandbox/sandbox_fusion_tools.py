@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
 from verl.base.types import JsonObject
-from verl.sandbox import Limits, ProgramResult, Sandbox
-from verl.sandbox.fusion import FusionSandbox
+from verl.plugins.sandbox import Limits, ProgramResult, Sandbox
+from verl.plugins.sandbox.fusion import FusionSandbox
 from verl.tools.base_tool import BaseTool, created_with, schema
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.threads import in_thread

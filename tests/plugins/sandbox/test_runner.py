@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from tests.sandbox.requirements import needs_sandbox
-from verl.sandbox import Limits, Sandbox, SandboxError, Status
-from verl.sandbox.types import ProgramResult
+from tests.plugins.sandbox.requirements import needs_sandbox
+from verl.plugins.sandbox import Limits, Sandbox, SandboxError, Status
+from verl.plugins.sandbox.types import ProgramResult
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_a_lower_limit_of_this_process_holds_inside(sandbox):
     program = (
         "import resource\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
-        "from verl.sandbox import Sandbox\nprint(Sandbox().run('import resource;"
+        "from verl.plugins.sandbox import Sandbox\nprint(Sandbox().run('import resource;"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))').stdout)"
     )
     import subprocess

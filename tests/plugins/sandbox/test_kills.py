@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.sandbox.requirements import needs_sandbox
+from tests.plugins.sandbox.requirements import needs_sandbox
 from tests.support.waiting import meanwhile
-from verl.sandbox import Limits, Sandbox, SandboxError
-from verl.sandbox.runner import ATTEMPTS
+from verl.plugins.sandbox import Limits, Sandbox, SandboxError
+from verl.plugins.sandbox.runner import ATTEMPTS
 
 PROGRAM = """
 import os, signal, time

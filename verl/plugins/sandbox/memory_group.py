@@ -1,7 +1,7 @@
 """A memory cgroup for each run, where this account may create one.
 
 The kernel then counts all memory of a run together, also its own: page tables, mappings, pipes, locks. Elsewhere only
-what :mod:`verl.sandbox.watch` samples is bounded.
+what :mod:`verl.plugins.sandbox.watch` samples is bounded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl.sandbox.types import Limits, SandboxError
+from verl.plugins.sandbox.types import Limits, SandboxError
 
 MIB = 1 << 20
 ROOT = Path("/sys/fs/cgroup")

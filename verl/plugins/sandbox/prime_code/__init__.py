@@ -1,6 +1,6 @@
 """Scorer of programming tasks, which runs the program of a response against tests in a sandbox.
 
-Programs run in the sandbox of this machine (:mod:`verl.sandbox`), or on the SandboxFusion service at
+Programs run in the sandbox of this machine (:mod:`verl.plugins.sandbox`), or on the SandboxFusion service at
 ``reward_model.sandbox_fusion.url``. The expected answers are never sent to the sandbox: the program's answers are
 compared here. Data formats: :func:`.cases.read_cases`.
 """
@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.errors import ConfigError, RewardError
-from verl.sandbox import Sandbox, SandboxError, SandboxUnavailableError
-from verl.sandbox.types import SMALLEST_MEMORY_MB
-from verl.scorers.prime_code.cases import extract_code, read_cases
-from verl.scorers.prime_code.program_tests import (
+from verl.plugins.sandbox import Sandbox, SandboxError, SandboxUnavailableError
+from verl.plugins.sandbox.prime_code.cases import extract_code, read_cases
+from verl.plugins.sandbox.prime_code.program_tests import (
     PASSED,
     WRONG_ANSWER,
     CaseResults,
@@ -26,6 +25,7 @@ from verl.scorers.prime_code.program_tests import (
     check_program,
     check_response,
 )
+from verl.plugins.sandbox.types import SMALLEST_MEMORY_MB
 from verl.scorers.registry import register_scorer
 
 CODE_SOURCES = ("codecontests", "apps", "codeforces", "taco")
@@ -133,7 +133,7 @@ def score_code(
     Returns:
         ``score``; ``acc``, whether all tests passed; ``tests_passed``; ``tests_total``; ``code_status``:
         ``passed``, ``no_code``, or the status of the first test that did not pass: ``wrong_answer``, ``not_run`` or a
-        :class:`verl.sandbox.Status`.
+        :class:`verl.plugins.sandbox.Status`.
 
     Raises:
         SandboxError: the sandbox failed.
@@ -225,7 +225,7 @@ def score_and_metadata(
     sandbox_fusion_url: str | None = None,
     concurrent_semaphore: object = None,
 ) -> tuple[float, list[dict[str, object]]]:
-    """Implement :func:`compute_score`, here and in :mod:`verl.scorers.sandbox_fusion`."""
+    """Implement :func:`compute_score`, here and in :mod:`verl.plugins.sandbox.sandbox_fusion`."""
     budget = TimeBudget(time_limit_s=timeout, total_time_limit_s=10 * timeout, memory_limit_mb=memory_limit_mb)
     most = CONTINUOUS_TESTS if continuous else None
     results = run_tests(
@@ -267,6 +267,6 @@ def _sandbox() -> Sandbox:
 @functools.lru_cache(maxsize=16)
 def _service(url: str, semaphore: Any) -> ProgramRunner:
     """Client of a service, cached so that its connections are reused."""
-    from verl.sandbox.fusion import FusionSandbox  # only runs that use a service need its HTTP client
+    from verl.plugins.sandbox.fusion import FusionSandbox  # only runs that use a service need its HTTP client
 
     return FusionSandbox(url, semaphore)

@@ -6,8 +6,8 @@ import os
 import threading
 
 from verl.base.types import JsonObject
-from verl.sandbox.interpreter import Interpreter, keeps_variables
-from verl.sandbox.types import Limits
+from verl.plugins.sandbox.interpreter import Interpreter, keeps_variables
+from verl.plugins.sandbox.types import Limits
 from verl.tools.base_tool import BaseTool, schema
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.threads import in_thread

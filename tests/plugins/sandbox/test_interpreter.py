@@ -10,9 +10,9 @@ import time
 import psutil
 import pytest
 
-from tests.sandbox.requirements import needs_sandbox
-from verl.sandbox import Limits, SandboxError
-from verl.sandbox.interpreter import LONGEST_CELL, Interpreter, keeps_variables
+from tests.plugins.sandbox.requirements import needs_sandbox
+from verl.plugins.sandbox import Limits, SandboxError
+from verl.plugins.sandbox.interpreter import LONGEST_CELL, Interpreter, keeps_variables
 
 pytestmark = needs_sandbox
 

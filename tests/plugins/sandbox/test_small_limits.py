@@ -5,8 +5,8 @@ import os
 import psutil
 import pytest
 
-from tests.sandbox.requirements import needs_sandbox
-from verl.sandbox import Limits, Sandbox
+from tests.plugins.sandbox.requirements import needs_sandbox
+from verl.plugins.sandbox import Limits, Sandbox
 
 
 @pytest.fixture(scope="module")

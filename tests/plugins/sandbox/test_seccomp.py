@@ -7,7 +7,7 @@ import pytest
 
 pyseccomp = pytest.importorskip("pyseccomp", exc_type=(ImportError, RuntimeError))
 
-from verl.sandbox.seccomp import MACHINES, NEW_NAMESPACE, REFUSED, filter_program  # noqa: E402
+from verl.plugins.sandbox.seccomp import MACHINES, NEW_NAMESPACE, REFUSED, filter_program  # noqa: E402
 
 ALLOWED, KILLED = "allowed", "killed"
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}

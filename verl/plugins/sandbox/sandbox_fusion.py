@@ -1,8 +1,8 @@
-"""Public name of scoring programs on a SandboxFusion service; see :mod:`verl.scorers.prime_code`."""
+"""Public name of scoring programs on a SandboxFusion service; see :mod:`verl.plugins.sandbox.prime_code`."""
 
 from __future__ import annotations
 
-from verl.scorers.prime_code import score_and_metadata
+from verl.plugins.sandbox.prime_code import score_and_metadata
 
 
 def compute_score(
@@ -21,7 +21,7 @@ def compute_score(
         concurrent_semaphore: bounds concurrent requests; None sends one after the other.
         memory_limit_mb: MiB per test.
         completion: the response, with the program in a fenced block.
-        test_cases: see :func:`verl.scorers.prime_code.cases.read_cases`.
+        test_cases: see :func:`verl.plugins.sandbox.prime_code.cases.read_cases`.
         continuous: score the fraction of the first 10 tests that pass; else 1 if all tests pass, 0 otherwise.
         timeout: seconds per test.
 
