@@ -33,7 +33,6 @@ LAYERS = {
     "verl.algorithms": 3,
     "verl.backends": 3,
     "verl.checkpoint": 1,
-    "verl.plugins.sandbox": 1,
     "verl.scorers": 1,
     "verl.supervision": 1,
     "verl.datasets": 2,

@@ -275,15 +275,15 @@ def moved_modules() -> dict[str, str]:
     """The public names of the modules of moved packages, and their names here."""
     modules = {}
     for public, home in MOVED.items():
-        folder = Path(verl.__path__[0]).joinpath(*home.split(".")[1:])
-        for file in sorted(folder.rglob("*.py")):
-            parts = file.relative_to(folder).with_suffix("").parts
-            parts = parts[:-1] if parts[-1] == "__init__" else parts
-            modules[".".join((public, *parts))] = ".".join((home, *parts))
+        root = Path(verl.__path__[0]).parent
+        folder = root.joinpath(*home.split("."))
+        for file in sorted(folder.rglob("*.py")) or [folder.with_suffix(".py")]:
+            module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+            modules[public + module.removeprefix(home)] = module
     return modules
 
 
-def test_a_module_of_a_moved_package_is_the_same_under_both_names():
+def test_a_moved_module_is_the_same_under_both_names():
     for public, home in moved_modules().items():
         module = importlib.import_module(public)
         assert module is importlib.import_module(home)

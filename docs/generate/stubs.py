@@ -38,11 +38,10 @@ def stubs() -> dict[str, str]:
         files[str(folder / "__init__.pyi")] = "".join(f"{line}\n" for line in lines)
     for public, home in MOVED.items():
         package = ROOT.joinpath(*home.split("."))
-        for file in sorted(package.rglob("*.py")):
-            parts = file.relative_to(package).with_suffix("").parts
-            parts = parts[:-1] if parts[-1] == "__init__" else parts
-            text = f"from {'.'.join((home, *parts))} import *\n"
-            files[str(Path(*public.split(".")[1:], *parts, "__init__.pyi"))] = text
+        for file in sorted(package.rglob("*.py")) or [package.with_suffix(".py")]:
+            module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            folders = (public + module.removeprefix(home)).split(".")[1:]
+            files[str(Path(*folders, "__init__.pyi"))] = f"from {module} import *\n"
     return files
 
 

@@ -19,6 +19,7 @@ NAMING = {
     "inspect": ["inspect", "rollouts", "rollouts.jsonl"],
     "megatron": ["train", "actor_rollout_ref.actor.strategy=megatron"],
     "plan": ["plan", "--gpus", "8"],
+    "sandbox": ["train", "reward_model.reward_format=prime_code"],
     "serve": ["serve", "model.path={model}"],
     "veomni": ["train", "actor_rollout_ref.actor.strategy=veomni"],
     "view": ["report", "run"],

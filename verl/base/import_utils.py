@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
 import logging
 import os
@@ -18,6 +17,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from verl.base import env
+from verl.base.plugins import import_module
 from verl.base.registry import suggest
 from verl.errors import ConfigError, MissingFileError, MissingNameError, UserCodeError, VerlError
 
@@ -132,7 +132,7 @@ def is_about(error: ModuleNotFoundError, module: str) -> bool:
 def _import(name: str, path: str, setting: str) -> ModuleType:
     with user_code(f"{setting}.path='{path}' cannot be imported"):
         try:
-            return importlib.import_module(name)
+            return import_module(name)
         except ModuleNotFoundError as error:
             if not is_about(error, name):
                 raise

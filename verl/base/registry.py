@@ -171,4 +171,6 @@ def scoped_registrations() -> Iterator[None]:
 
 
 def _path(entry: object) -> str:
+    if isinstance(entry, str):  # an address
+        return entry
     return f"{getattr(entry, '__module__', '?')}.{getattr(entry, '__qualname__', entry)}"

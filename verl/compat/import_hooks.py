@@ -2,9 +2,9 @@
 
 - **Paths.** There is no ``verl/workers/roles.py``: ``import verl.workers.roles`` runs
   ``verl/compat/old_paths/workers/roles.py``, a file of re-exports, as the module ``verl.workers.roles``.
-- **Moved packages.** There is no folder ``verl/utils/dataset``: ``verl.utils.dataset.rl_dataset`` is the module
-  ``verl.datasets.rl_dataset`` itself under a second name (:data:`MOVED`). So what a program sets in the one is set in
-  the other.
+- **Moved packages and modules.** There is no folder ``verl/utils/dataset``: ``verl.utils.dataset.rl_dataset`` is the
+  module ``verl.datasets.rl_dataset`` itself under a second name (:data:`MOVED`). So what a program sets in the one is
+  set in the other.
 - **Names.** A module that lacks a name looks it up in :mod:`verl.compat.reexports`. So nothing is imported before it
   is asked for, and modules of verl know nothing of names that other versions show in them.
 - **Absent paths, names and attributes** raise the sentence of :mod:`verl.compat.absent_names`.
@@ -23,11 +23,15 @@ from types import ModuleType
 from typing import Any
 
 MOVED: dict[str, str] = {
+    "verl.tools.python_tool": "verl.plugins.sandbox.python_tool",
+    "verl.tools.sandbox_fusion_tools": "verl.plugins.sandbox.sandbox_fusion_tools",
     "verl.utils.dataset": "verl.datasets",
+    "verl.utils.reward_score.prime_code": "verl.plugins.sandbox.prime_code",
+    "verl.utils.reward_score.sandbox_fusion": "verl.plugins.sandbox.sandbox_fusion",
     "verl.utils.reward_score": "verl.scorers",
     "verl.utils.tracking": "verl.tracking",
 }
-"""Public name of a package → the package that it is here. The tables of other names go by the public name."""
+"""Public name of a package or module → what it is here. The tables of other names go by the public name."""
 
 CLASSES = {
     "verl.compat.own_fit.ray_trainer": {"RayPPOTrainer": "verl.trainer.ppo.ray_trainer.RayPPOTrainer"},

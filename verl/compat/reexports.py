@@ -195,7 +195,11 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.utils.device": "is_npu_available",
     },
     "verl.utils.ray_utils": {"verl.single_controller.ray.store": "parallel_put"},
-    "verl.utils.reward_score": {_CALLS: "deprecated", "verl.compat.toolkit.scoring": "get_default_compute_score"},
+    "verl.utils.reward_score": {
+        _CALLS: "deprecated",
+        "verl.compat.toolkit.scoring": "get_default_compute_score",
+        "verl.plugins.sandbox": "prime_code sandbox_fusion",
+    },
     "verl.utils.rollout_skip": {"verl.protocol": "DataProto", _SECTIONS: "RolloutConfig"},
     "verl.utils.rollout_trace": {_CALLS: "get_event_loop"},
     "verl.utils.tokenizer": {"verl.compat.toolkit.chat": "get_processor_token_id set_pad_token_id"},

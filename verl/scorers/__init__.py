@@ -11,7 +11,7 @@ numina_synthetic_amc, numina_cn_k12, numina_olympiads                      :mod:
 hiyouga/geometry3k                                                         :mod:`.geo3k`
 searchR1_*                                                                 :mod:`.search_r1_like_qa_em`
 countdown                                                                  :mod:`.countdown`
-codecontests, apps, codeforces, taco                                       :mod:`.prime_code`
+codecontests, apps, codeforces, taco                                       :mod:`.code`
 llm_judge (by ``reward_model.reward_format``)                              :mod:`.llm_judge`
 ========================================================================== =============================
 
@@ -23,13 +23,13 @@ A scorer is a function ``(solution_str, ground_truth, **settings) -> float | dic
 from __future__ import annotations
 
 from verl.scorers import (
+    code,
     countdown,
     geo3k,
     gsm8k,
     llm_judge,
     math_dapo,
     math_reward,
-    prime_code,
     prime_math,
     search_r1_like_qa_em,
 )
@@ -54,6 +54,7 @@ __all__ = [
     "UnknownDataSourceError",
     "check_settings",
     "check_truth",
+    "code",
     "countdown",
     "default_compute_score",
     "geo3k",
@@ -63,7 +64,6 @@ __all__ = [
     "llm_judge",
     "math_dapo",
     "math_reward",
-    "prime_code",
     "prime_math",
     "register_scorer",
     "row_truth",

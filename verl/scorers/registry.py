@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal, TypeVar, cast
 
+from verl.base.plugins import PACKAGE, load
 from verl.base.registry import Registry, suggest
 from verl.errors import ConfigError, RewardError
 
@@ -21,6 +22,8 @@ Kind = Literal["plain", "async", "timed"]
 """How scorers use processes. ``plain``: one sample at a time, and a substitute process while one takes long;
 ``async``: many samples at a time; ``timed``: one at a time without substitutes, for scorers that limit their own
 time."""
+NOT_SETTINGS = frozenset({"solution_str", "ground_truth", "extra_info"})
+"""Parameters of scorers that are values of a row or its response."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +38,23 @@ class ScorerInfo:
     is_timed: bool
     """Whether it limits its own time, so that its result depends on the load of the machine."""
 
+    @property
+    def settings(self) -> Iterable[str]:
+        """Names of its settings."""
+        return inspect.signature(self.function).parameters.keys() - NOT_SETTINGS
 
-class SourceRegistry(Registry[ScorerInfo]):
+
+@dataclass(frozen=True, kw_only=True)
+class PluginScorer:
+    """A scorer of a plug-in, which is loaded when it is looked up."""
+
+    address: str
+    """Address of its :class:`ScorerInfo`, for :func:`verl.base.plugins.load`."""
+    settings: Iterable[str]
+    """Names of its settings, which are checked in runs that do not load it too."""
+
+
+class SourceRegistry(Registry[ScorerInfo | PluginScorer]):
     """Scorers by data source; a name that ends in ``*`` matches all sources with that prefix.
 
     An exact name takes precedence over a prefix, and a longer prefix over a shorter one.
@@ -46,9 +64,10 @@ class SourceRegistry(Registry[ScorerInfo]):
         """Return the scorer of a data source.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is none, or it belongs to a plug-in that is not installed.
         """
-        return super().get(self._matching_name(name) or name)
+        entry = super().get(self._matching_name(name) or name)
+        return load(entry.address) if isinstance(entry, PluginScorer) else entry
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._matching_name(name) is not None
@@ -60,7 +79,10 @@ class SourceRegistry(Registry[ScorerInfo]):
         return max(starts, key=len, default=None)
 
 
-SCORERS = SourceRegistry("data source", origin=lambda scorer: scorer.function)
+SCORERS = SourceRegistry(
+    "data source",
+    origin=lambda scorer: f"{PACKAGE}.{scorer.address}" if isinstance(scorer, PluginScorer) else scorer.function,
+)
 
 MISSING = frozenset({"nan", "<na>", "nat", "null", "inf", "-inf", "infinity", "-infinity"})
 """What missing and infinite numbers become when a table is written as text."""
@@ -71,6 +93,15 @@ FORMATS = {"math": "math_reward"}
 
 class UnknownDataSourceError(RewardError, NotImplementedError):
     """No scorer is registered for a data source."""
+
+
+class UnusableTestsError(RewardError):
+    """Tests of a task cannot be judged outside the program."""
+
+    def __init__(self, message: str, count: int) -> None:
+        super().__init__(message)
+        self.count = count
+        """Number of such tests."""
 
 
 def register_scorer(
@@ -213,8 +244,7 @@ def check_settings(settings: Iterable[str] | Mapping[str, object], data_source: 
     Raises:
         ConfigError: no scorer takes a setting, or a value is invalid.
     """
-    parameters = {name for source in SCORERS for name in inspect.signature(SCORERS.get(source).function).parameters}
-    known = sorted(parameters - {"solution_str", "ground_truth", "extra_info"})
+    known = sorted({name for scorer in SCORERS.entries.values() for name in scorer.settings})
     for name in settings:
         if name not in known:
             raise ConfigError(

@@ -10,10 +10,11 @@ from tests.plugins.sandbox.fusion_server import service
 from tests.plugins.sandbox.requirements import needs_sandbox
 from tests.support.cheating_programs import CHEATING_PROGRAMS
 from verl.errors import ConfigError, RewardError
-from verl.plugins.sandbox import Limits, SandboxError
+from verl.plugins.sandbox import Limits, SandboxError, prime_code, sandbox_fusion
 from verl.plugins.sandbox.fusion import FusionSandbox, outcome_of, run_code_url
-from verl.plugins.sandbox.prime_code import CODE_SOURCES, check_sandbox, score_code
-from verl.scorers import check_settings, default_compute_score, prime_code, sandbox_fusion
+from verl.plugins.sandbox.prime_code import check_sandbox, score_code
+from verl.scorers import SCORERS, check_settings, default_compute_score
+from verl.scorers.code import CODE_SOURCES
 from verl.utils.reward_score.prime_code.testing_util import run_test
 
 DOUBLE = {"inputs": ["1\n", "2\n", "3\n", "4\n"], "outputs": ["2", "4", "6", "8"]}
@@ -330,7 +331,9 @@ def test_data_that_cannot_be_used_is_an_error():
 def test_every_code_source_has_the_scorer():
     from verl.scorers import get_scorer
 
-    assert [get_scorer(source) for source in (*CODE_SOURCES, "prime_code")] == [score_code] * 5
+    for source in (*CODE_SOURCES, "prime_code"):
+        assert get_scorer(source) is score_code
+        assert set(SCORERS.entries[source].settings) == set(SCORERS.get(source).settings)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +367,7 @@ def test_without_a_sandbox_and_without_a_service_code_is_refused(tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=tmp_path,
-        env={**os.environ, "PATH": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PATH": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[3])},
     )  # fmt: skip
     assert "DONE" not in done.stdout, done.stdout
     assert "ConfigError" in done.stdout, done.stderr

@@ -10,7 +10,7 @@ import pytest
 from tests.plugins.sandbox.requirements import needs_sandbox
 from verl.plugins.sandbox import bubblewrap, find_setups, why_unavailable
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TRY = (
     "from verl.plugins.sandbox import Sandbox, SandboxUnavailableError, bubblewrap\n"
     "{}\n"

@@ -15,10 +15,10 @@ from verl.config.agent import ENVIRONMENT_AGENT
 from verl.datasets.rl_dataset import RLHFDataset
 from verl.errors import ConfigError
 from verl.experience.scoring import compute_reward
-from verl.plugins.sandbox.prime_code import code_settings
 from verl.protocol import DataProto
 from verl.schema import require
 from verl.scorers import FORMATS, check_settings, default_compute_score, scorer_for_all
+from verl.scorers.code import code_settings
 from verl.trainer.config.load import load_config
 from verl.workers.reward_manager import AbstractRewardManager, NaiveRewardManager, get_reward_manager_cls
 from verl.workers.reward_manager.function import OF_JUDGE, form_of

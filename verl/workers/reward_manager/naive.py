@@ -17,7 +17,6 @@ import torch
 from verl.base.repeats import without_repeated_traceback
 from verl.datasets.rl_dataset import RLHFDataset
 from verl.errors import ConfigError, DataError, RewardError
-from verl.plugins.sandbox.prime_code.cases import UnusableTestsError
 from verl.protocol import DataProto, compute_response_mask
 from verl.schema import require
 from verl.scorers import (
@@ -28,6 +27,7 @@ from verl.scorers import (
     row_truth,
     source_of,
 )
+from verl.scorers.registry import UnusableTestsError
 from verl.supervision.killable_pool import Budget, RateLimit, unwrapped
 from verl.utils.deferred import Deferred
 from verl.workers.reward_manager.abstract import (

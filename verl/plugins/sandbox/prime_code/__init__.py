@@ -26,18 +26,16 @@ from verl.plugins.sandbox.prime_code.program_tests import (
     check_response,
 )
 from verl.plugins.sandbox.types import SMALLEST_MEMORY_MB
-from verl.scorers.registry import register_scorer
+from verl.scorers.code import TOTAL_TIME_LIMIT_S
+from verl.scorers.registry import ScorerInfo
 
-CODE_SOURCES = ("codecontests", "apps", "codeforces", "taco")
 MEMORY_LIMIT_MB = 1024  # of one program, with all its processes
 CONTINUOUS_TESTS = 10  # the first so many are run where the score is the share that passes
-TOTAL_TIME_LIMIT_S = 24.0
 
 __all__ = [
-    "CODE_SOURCES",
+    "SCORER",
     "apps_check_correctness",
     "check_sandbox",
-    "code_settings",
     "compute_score",
     "extract_code",
     "read_cases",
@@ -73,31 +71,6 @@ def check_sandbox(settings: Mapping[str, Any]) -> None:
         raise ConfigError(str(error)) from error
 
 
-def code_settings(
-    *, url: str | None, max_concurrent: int, memory_limit_mb: int, num_workers: int, timeout_s: float
-) -> dict[str, object]:
-    """Build the settings of :func:`score_code` for a pool of processes that each score one sample at a time.
-
-    Args:
-        url: ``reward_model.sandbox_fusion.url``.
-        max_concurrent: ``reward_model.sandbox_fusion.max_concurrent``, divided evenly among the processes.
-        memory_limit_mb: ``reward_model.sandbox_fusion.memory_limit_mb``.
-        num_workers: processes.
-        timeout_s: timeout of a sample; its programs get at most four fifths of it, so that a slow program is a
-            wrong answer and not a failed sample.
-
-    >>> code_settings(url="http://x", max_concurrent=64, memory_limit_mb=512, num_workers=8, timeout_s=10)
-    {'sandbox_fusion_url': 'http://x', 'concurrent_semaphore': 8, 'memory_limit_mb': 512, 'total_time_limit_s': 8.0}
-    """
-    return {
-        "sandbox_fusion_url": url,
-        "concurrent_semaphore": max(1, max_concurrent // num_workers),
-        "memory_limit_mb": memory_limit_mb,
-        "total_time_limit_s": min(TOTAL_TIME_LIMIT_S, 0.8 * timeout_s),
-    }
-
-
-@register_scorer(*CODE_SOURCES, "prime_code", check=check_sandbox, truth=read_cases, is_timed=True)
 def score_code(
     solution_str: str,
     ground_truth: object,
@@ -155,6 +128,10 @@ def score_code(
         "tests_total": results.total,
         "code_status": results.status,
     }
+
+
+SCORER = ScorerInfo(function=score_code, check=check_sandbox, truth=read_cases, is_timed=True)
+"""The scorer of :data:`verl.scorers.code.CODE_SOURCES`."""
 
 
 def compute_score(

@@ -14,6 +14,7 @@ from typing import Any
 from verl.errors import RewardError
 from verl.plugins.sandbox.prime_code.assertions import CONVERSIONS, read_assertion, unchanged
 from verl.plugins.sandbox.prime_code.compare import plain, same_text, same_value
+from verl.scorers.registry import UnusableTestsError
 
 OPENING = re.compile(
     r"(?P<quote>(?:[ \t]*>)*)"
@@ -25,15 +26,6 @@ LANGUAGE = re.compile(r"[{.\s]*([\w+#.-]+)")
 LONGEST_PROGRAM = 20_000
 """Characters of a response without fences that is parsed as a program; the parser's time can grow with the square."""
 PYTHON = re.compile(r"(?:python|py)[\d.]*")
-
-
-class UnusableTestsError(RewardError):
-    """Tests of a task cannot be judged outside the program."""
-
-    def __init__(self, message: str, count: int) -> None:
-        super().__init__(message)
-        self.count = count
-        """Number of such tests."""
 
 
 @dataclass(frozen=True)
