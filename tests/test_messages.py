@@ -174,7 +174,7 @@ BATCH = DataProto.from_dict(tensors={"responses": ZEROS, "attention_mask": torch
             lambda: get_reward_manager_cls("dapo")(None, 0, overlong_buffer_cfg={"enable": True, "len": 4}),
             "overlong_buffer_cfg.enable=true needs the longest response: max_resp_len=None.",
         ),
-        (lambda: load_function_tools("/nowhere.py"), "function_tool_path.path='/nowhere.py': there is no file"),
+        (lambda: load_function_tools("/nowhere.py"), "function_tool_path='/nowhere.py': there is no file"),
     ],
 )
 def test_a_wrong_call_is_told_by_the_names_that_the_caller_wrote(call, said):

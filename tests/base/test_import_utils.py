@@ -33,15 +33,15 @@ def test_modules(path):
 @pytest.mark.parametrize(
     "path, name, says",
     [
-        ("nowhere/code.py", "x", "custom.path='nowhere/code.py': there is no file"),
+        ("nowhere/code.py", "x", "a.path='nowhere/code.py': there is no file"),
         ("no_such_module_anywhere", "x", "there is no module 'no_such_module_anywhere'"),
         ("json.no_such_part", "x", "there is no module 'json.no_such_part'"),
-        ("math", "flor", "custom.name='flor': math has no such name. Did you mean 'floor'?"),
+        ("math", "flor", "a.name='flor': math has no such name. Did you mean 'floor'?"),
     ],
 )
 def test_what_is_not_there(path, name, says):
     with pytest.raises(ConfigError) as caught:
-        load_object(path, name, "custom")
+        load_object(path, name, "a.path", "a.name")
     assert says in str(caught.value)
 
 
@@ -66,9 +66,9 @@ def test_an_error_of_the_users_code_shows_the_users_line(tmp_path, monkeypatch, 
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "breaks_here")
     ways = {
-        f"custom.path='{path}' cannot be imported": lambda: load_module(str(path), "custom"),
-        "custom.path='breaks_here' cannot be imported": lambda: load_module("breaks_here", "custom"),
-        "VERL_USE_EXTERNAL_MODULES.path='breaks_here' cannot be imported": prepare_process,
+        f"custom='{path}' cannot be imported": lambda: load_module(str(path), "custom"),
+        "custom='breaks_here' cannot be imported": lambda: load_module("breaks_here", "custom"),
+        "VERL_USE_EXTERNAL_MODULES='breaks_here' cannot be imported": prepare_process,
     }
     for problem, way in ways.items():
         with pytest.raises(ConfigError) as caught:

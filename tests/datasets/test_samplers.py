@@ -253,6 +253,9 @@ def test_the_built_in_is_chosen_by_its_name():
         create_rl_sampler(dataclasses.replace(chosen, dataloader_num_workers=2), range(9))
     with pytest.raises(ConfigError, match=r"no such sampler.*DifficultyCurriculum"):
         create_rl_sampler(config(sampler=SamplerConfig(class_name="DifficultCurriculum")), range(9))
+    absent = SamplerConfig(class_path="no_such_package", class_name="Mine")
+    with pytest.raises(ConfigError, match=r"^sampler\.class_path='no_such_package': there is no module"):
+        create_rl_sampler(config(sampler=absent), range(9))
 
 
 def test_the_bases_are_abstract():

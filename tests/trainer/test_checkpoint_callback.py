@@ -59,9 +59,9 @@ def test_a_class_that_cannot_be_used_is_refused(module):
     assert type(build(None)) is CheckpointCallback
     for address, message in {
         "Recorder": "must be package.module.Class or file.py:Class",
-        f"{module}.Recordr": "has no such name. Did you mean 'Recorder'",
+        f"{module}.Recordr": "='Recordr': callbacks_.* has no such name. Did you mean 'Recorder'",
         f"{module}.Other": "this is no class with a method on_save",
-        "no_such_package.Recorder": "there is no module 'no_such_package'",
+        "no_such_package.Recorder": "='no_such_package': there is no module 'no_such_package'",
     }.items():
-        with pytest.raises(ConfigError, match=f"{KEY}.*{message}"):
+        with pytest.raises(ConfigError, match=f"^{KEY}.*{message}"):
             build(address)

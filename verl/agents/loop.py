@@ -336,7 +336,8 @@ class LoopEntry:
             )
         if module.startswith(f"{PACKAGE}."):
             return getattr(import_module(module), name)
-        loop = getattr(load_module(self.file or module, LOOPS_KEY), name, None)
+        key = f"{LOOPS_KEY}: {'path' if self.file else '_target_'}"
+        loop = getattr(load_module(self.file or module, key), name, None)
         if not (isinstance(loop, type) and issubclass(loop, AgentLoopBase)):
             raise ConfigError(f"{LOOPS_KEY}: {self.target} is no class that derives from AgentLoopBase.")
         return loop

@@ -29,31 +29,31 @@ _LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "plat
 """Folders of code that is not the users': Python, installed packages, verl."""
 
 
-def load_module(path: str, setting: str, digest: str | None = None) -> ModuleType:
+def load_module(path: str, key: str, digest: str | None = None) -> ModuleType:
     """Import a module by file path or by dotted name.
 
     A file is imported once per process: two settings that name the same file share its objects.
 
     Args:
         path: ``my_reward.py`` (``~`` and ``$VARIABLES`` are expanded), ``pkg://my.module`` or ``my.module``.
-        setting: the configuration key of ``path``, for error messages.
+        key: the configuration key of ``path``, for error messages.
         digest: the :func:`source_digest` that the file must have.
 
     Raises:
         ConfigError: there is no such file or module, or the file has another digest.
     """
     if not path.endswith(".py"):
-        return _import(path.removeprefix("pkg://"), path, setting)
+        return _import(path.removeprefix("pkg://"), path, key)
     file = Path(os.path.expandvars(path)).expanduser().resolve()
     if not file.is_file():
-        raise MissingFileError(f"{setting}.path='{path}': there is no file {file}. Give the path of a Python file.")
+        raise MissingFileError(f"{key}='{path}': there is no file {file}. Give the path of a Python file.")
     name = _module_name(file)
     if name in sys.modules:
         return sys.modules[name]
     checksum = hashlib.sha256(file.read_bytes()).hexdigest()
     if digest not in (None, checksum):
         raise ConfigError(
-            f"{setting}.path='{path}' was changed during the run: a process that starts now would use other code "
+            f"{key}='{path}' was changed during the run: a process that starts now would use other code "
             "than the earlier ones. Start the run again, or restore the file."
         )
     spec = importlib.util.spec_from_file_location(name, file)
@@ -64,7 +64,7 @@ def load_module(path: str, setting: str, digest: str | None = None) -> ModuleTyp
     sys.modules[name] = module  # before its execution: dataclasses and pickle look up their module there
     complete = False
     try:
-        with user_code(f"{setting}.path='{path}' cannot be imported"):
+        with user_code(f"{key}='{path}' cannot be imported"):
             spec.loader.exec_module(module)
         complete = True
     finally:
@@ -129,26 +129,36 @@ def is_about(error: ModuleNotFoundError, module: str) -> bool:
     return error.name is not None and f"{module}.".startswith(f"{error.name}.")
 
 
-def _import(name: str, path: str, setting: str) -> ModuleType:
-    with user_code(f"{setting}.path='{path}' cannot be imported"):
+def _import(name: str, path: str, key: str) -> ModuleType:
+    with user_code(f"{key}='{path}' cannot be imported"):
         try:
             return import_module(name)
         except ModuleNotFoundError as error:
             if not is_about(error, name):
                 raise
             raise ConfigError(
-                f"{setting}.path='{path}': there is no module '{error.name}'. "
+                f"{key}='{path}': there is no module '{error.name}'. "
                 "Give a file that ends in .py, or a module that Python can import (see PYTHONPATH)."
             ) from error
 
 
-def load_object(path: str, name: str, setting: str) -> Any:
-    """Return the object ``name`` of the module at ``path``; arguments as in :func:`load_module`."""
-    module = load_module(path, setting)
+def load_object(path: str, name: str, key: str, name_key: str | None = None) -> Any:
+    """Return the object ``name`` of the module at ``path``.
+
+    Args:
+        path: as in :func:`load_module`.
+        name: of the object.
+        key: the configuration key of ``path``, for error messages.
+        name_key: that of ``name``; None if ``key`` holds both.
+
+    Raises:
+        ConfigError: there is no such file, module or name.
+    """
+    module = load_module(path, key)
     if not hasattr(module, name):
         known = [key for key in vars(module) if not key.startswith("_")]
         raise MissingNameError(
-            f"{setting}.name='{name}': {path} has no such name.{suggest(name, known)} It has: {', '.join(known)}."
+            f"{name_key or key}='{name}': {path} has no such name.{suggest(name, known)} It has: {', '.join(known)}."
         )
     return getattr(module, name)
 

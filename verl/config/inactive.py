@@ -158,7 +158,7 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     V1Config: (no_effect("this mode has no settings", {"sync": {}}),),
     SeparateAsyncConfig: (
         not_yet(
-            "ranks of the trainer do not sample while they are idle; set hybrid_rollout.enable_switch=false",
+            "ranks of the trainer do not sample while they are idle; set it to false",
             {"hybrid_rollout.enable_switch": False},
         ),
         no_effect(

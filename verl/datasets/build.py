@@ -138,7 +138,7 @@ def create_rl_sampler(data_config: BaseConfig | Mapping[str, object], dataset: D
 def _dataset_class(custom: CustomClassConfig, default: type[Dataset]) -> Any:
     if not custom.path:
         return default
-    cls = load_object(custom.path, custom.name or "", "custom_cls")
+    cls = load_object(custom.path, custom.name or "", "custom_cls.path", "custom_cls.name")
     if not (isinstance(cls, type) and issubclass(cls, Dataset)):
         raise ConfigError(
             f"custom_cls: '{custom.name}' in {custom.path} is not a class that inherits from "
@@ -154,7 +154,10 @@ def _sampler_class(custom: SamplerConfig, data_config: Any) -> type[Sampler]:
             f"sampler.class_name='{name}': there is no such sampler.{suggest(name, list(SAMPLERS))} Set "
             f"sampler.class_path to your own file, or use one of: {', '.join(SAMPLERS)}."
         )
-    cls: object = SAMPLERS.get(name) if path is None else load_object(path, name, "sampler")
+    if path is None:
+        cls: object = SAMPLERS.get(name)
+    else:
+        cls = load_object(path, name, "sampler.class_path", "sampler.class_name")
     if not (isinstance(cls, type) and issubclass(cls, Sampler)):
         raise ConfigError(f"sampler: '{name}' in {path} is not a class that inherits from torch.utils.data.Sampler.")
     if not issubclass(cls, AbstractCurriculumSampler):

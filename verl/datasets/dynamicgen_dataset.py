@@ -165,7 +165,7 @@ class GeneratedRows(DataFile):
 
 def _load_generator(config: DataConfig) -> AbstractDataGenerator:
     datagen = config.datagen
-    cls = load_object(datagen.path or "", datagen.name or "", "datagen")
+    cls = load_object(datagen.path or "", datagen.name or "", "datagen.path", "datagen.name")
     if not (isinstance(cls, type) and issubclass(cls, AbstractDataGenerator)):
         raise ConfigError(
             f"datagen: '{datagen.name}' in {datagen.path} is not a class that inherits from "

@@ -85,7 +85,10 @@ def _reward_function(config: EvalConfig) -> RewardFunction:
     custom = config.custom_reward_function
     if not custom.path:
         return RewardFunction(default_compute_score, {})
-    function = RewardFunction(load_object(custom.path, custom.name, "custom_reward_function"), custom.reward_kwargs)
+    function = RewardFunction(
+        load_object(custom.path, custom.name, "custom_reward_function.path", "custom_reward_function.name"),
+        custom.reward_kwargs,
+    )
     if function.form == "batch":
         raise ConfigError(
             f"custom_reward_function.name='{custom.name}' scores batches of tensors, and main_eval has texts. Give a "

@@ -26,7 +26,7 @@ def pack(function: Callable[..., object], fatal: tuple[type[Exception], ...]) ->
     first: list[tuple[str, str, tuple[object, ...]]] = [("verl.base.import_utils", "prepare_process", ())]
     for name, module in list(sys.modules.items()):
         if name.startswith(USER_MODULE) and name.encode() in pickled:  # the pickle refers to the module by this name
-            arguments = (module.__file__, "custom_reward_function", source_digest(module))
+            arguments = (module.__file__, "custom_reward_function.path", source_digest(module))
             first.append(("verl.base.import_utils", "load_module", arguments))
     return {"path": list(sys.path), "first": first, "function": pickled}
 

@@ -42,7 +42,7 @@ def get_custom_reward_fn(config: PPOConfig | Mapping[str, object]) -> Callable[.
     chosen = config.custom_reward_function
     if not chosen.path:
         return None
-    function = load_object(chosen.path, chosen.name, "custom_reward_function")
+    function = load_object(chosen.path, chosen.name, "custom_reward_function.path", "custom_reward_function.name")
     if not callable(function):
         raise ConfigError(f"custom_reward_function.name='{chosen.name}' is {type(function).__name__}, not a function.")
     judge = dict.fromkeys(_named(function, OF_JUDGE)) if config.judge is not None else {}
@@ -234,4 +234,4 @@ def resolve_reward_manager_cls(config: PPOConfig | Mapping[str, object]) -> Any:
         return get_reward_manager_cls(chosen.name)
     if not chosen.module.path:
         raise ConfigError("reward_manager.source=importlib needs reward_manager.module.path, the file of the class.")
-    return load_object(chosen.module.path, chosen.name, "reward_manager.module")
+    return load_object(chosen.module.path, chosen.name, "reward_manager.module.path", "reward_manager.name")
