@@ -36,7 +36,7 @@ ROOT = CONFIG_DIR.parents[2]
         (["data=legacy_data"], ["data=legacy_data"]),  # a group of ours
         (["use_remove_padding=true"], ["++use_remove_padding=true"]),  # no group: a key at the root
         (["model.path=org/name@main"], ["++model.path=org/name@main"]),  # marks in the value mean nothing
-        (["trainer.logger=[a,b]"], ["++trainer.logger=[a,b]"]),
+        (["trainer.logger=[a,2026_11_28,null]"], ["++trainer.logger=['a','2026_11_28',null]"]),
         # Names stay what was typed; Hydra would make numbers and a truth value of them.
         (["trainer.experiment_name=2026_11_28"], ["++trainer.experiment_name='2026_11_28'"]),
         (
@@ -254,10 +254,12 @@ def test_a_training_that_diverges_ends_without_a_traceback(
 def test_a_yaml_of_ones_own_names_ours_in_its_defaults(command_line: CommandLine):
     conf = command_line.run.folder / "conf"
     conf.mkdir()
-    (conf / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 16}\n")
+    (conf / "mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 1_6}\ntrainer: {experiment_name: 2026_11_28}\n"
+    )
     del command_line.run.ppo["data.train_batch_size"]
     (config,) = command_line("--config-path", "conf", "--config-name=mine")
-    assert config.data.train_batch_size == 16
+    assert (config.data.train_batch_size, config.trainer.experiment_name) == (16, "2026_11_28")
 
 
 def test_a_folder_named_config_with_other_files_hides_none_of_ours(command_line: CommandLine):

@@ -96,3 +96,16 @@ def test_interpolations_are_parsed_once_and_resolved_each_time(monkeypatch):
     for _ in range(2):
         with pytest.raises(GrammarParseError):
             OmegaConf.to_container(OmegaConf.create({"a": "${b"}), resolve=True)
+
+
+def test_numbers_of_texts_stay_as_they_are_written(tmp_path):
+    use_faster_parsers({"trainer.experiment_name", "data.train_files"}.__contains__)
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "trainer: {experiment_name: 2026_11_28, steps: 1_0}\ndata: {train_files: [007, 1e3, ~, on]}\nseed: 1_0"
+    )
+    assert OmegaConf.load(file) == {
+        "trainer": {"experiment_name": "2026_11_28", "steps": 10},
+        "data": {"train_files": ["007", "1e3", None, True]},
+        "seed": 10,
+    }

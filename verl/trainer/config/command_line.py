@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -36,7 +37,7 @@ from verl.trainer.config.flags import CONFIG_NAMES, Words, read_words
 from verl.trainer.config.keys import keys_named
 from verl.trainer.config.omegaconf_private import use_faster_parsers
 from verl.trainer.config.output_folder import output_folder
-from verl.trainer.config.overrides import force_overrides, keys_set, settings_of
+from verl.trainer.config.overrides import force_overrides, keys_set, settings_of, takes_text
 from verl.trainer.config.translate import Translator
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
@@ -67,6 +68,7 @@ def _compose(words: Words, config_name: str, root: type[BaseConfig], job_name: s
     import hydra
 
     folder, more = words.config_folder, words.more_configs
+    use_faster_parsers(functools.partial(takes_text, root=root))
     _find_verls_files(more)
     overrides = force_overrides(words.overrides, root, words.folders)
     with hydra.initialize_config_dir(version_base=None, config_dir=str(folder), job_name=job_name):
@@ -75,7 +77,7 @@ def _compose(words: Words, config_name: str, root: type[BaseConfig], job_name: s
 
 
 def _find_verls_files(more: Path | None) -> None:
-    """Let Hydra read YAML files faster, and find those of verl, so that one elsewhere can list them in its defaults.
+    """Let Hydra find verl's YAML files, so that one elsewhere can list them in its defaults.
 
     Those in ``hydra_defaults`` come before Hydra's own defaults of output folder and logging. ``more`` is a further
     folder for the composition that comes next.
@@ -83,8 +85,6 @@ def _find_verls_files(more: Path | None) -> None:
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin
-
-    use_faster_parsers()
 
     class VerlSearchPath(SearchPathPlugin):
         more: ClassVar[Path | None] = None

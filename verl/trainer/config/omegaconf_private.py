@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
 
 import yaml
 from omegaconf import _utils, base, omegaconf
 
+NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 plain_loader, plain_dumper = _utils.get_yaml_loader, _utils.get_omega_conf_dumper
 parsed_once = lru_cache(maxsize=1024)(base.parse)
 """Parses ``${...}``; its trees are only read, and a configuration has many equal ones."""
@@ -25,7 +28,7 @@ def yaml_loader() -> Any:
     """
     plain = plain_loader()
     if not yaml.__with_libyaml__:
-        return plain
+        return _keeping_texts(plain)
 
     parser: Any = yaml.cyaml.CParser  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -44,7 +47,34 @@ def yaml_loader() -> Any:
                     self.text.seek(0)
                 return plain(self.text).get_single_data()
 
-    return Loader
+    return _keeping_texts(Loader)
+
+
+def _keeping_texts(loader: Any) -> Any:
+    """Return a subclass that reads numbers of keys that take texts, such as a name 2026_11_28, as they are written."""
+
+    class TextLoader(loader):
+        is_text: Callable[[str], bool] = staticmethod(lambda key: False)
+        """Whether a dotted key of a file takes texts."""
+
+        def get_single_node(self) -> Any:
+            root = super().get_single_node()
+            self.keep_texts(root, ())
+            return root
+
+        def keep_texts(self, node: Any, path: tuple[str, ...]) -> None:
+            if isinstance(node, yaml.MappingNode):
+                for key, value in node.value:
+                    self.keep_texts(value, (*path, str(key.value)))
+            elif isinstance(node, yaml.SequenceNode):
+                for value in node.value:
+                    self.keep_texts(value, path)
+            elif node is None or node.tag not in NUMBERS or re.fullmatch(r"0|[1-9]\d*", node.value):
+                return
+            elif self.is_text(".".join(path)):
+                node.tag = "tag:yaml.org,2002:str"
+
+    return TextLoader
 
 
 @cache
@@ -63,8 +93,13 @@ def yaml_dumper() -> Any:
     return Dumper
 
 
-def use_faster_parsers() -> None:
-    """Let OmegaConf, and with it Hydra, read and write YAML by libyaml, and parse each ``${...}`` once, from now on."""
+def use_faster_parsers(is_text: Callable[[str], bool] = lambda key: False) -> None:
+    """Let OmegaConf, and with it Hydra, read and write YAML by libyaml, and parse each ``${...}`` once, from now on.
+
+    Args:
+        is_text: whether a dotted key takes texts, so that an unquoted number stays as it is written.
+    """
+    yaml_loader().is_text = staticmethod(is_text)
     _utils.get_yaml_loader = yaml_loader
     omegaconf.get_omega_conf_dumper = yaml_dumper
     base.parse = parsed_once

@@ -16,8 +16,9 @@ CONFIG_DIR = Path(__file__).parent
 """Folder of verl's own YAML files."""
 
 
-_PLAIN_WORD = re.compile(r"[\w.+:-]+")
-"""A value that Hydra reads as a number, a truth value or a text, without quotes, brackets or interpolation."""
+_PLAIN_WORD = re.compile(r"[\w.+:/-]+")
+"""What Hydra reads as a number, a truth value or a text, without quotes, brackets or interpolation."""
+_PLAIN_VALUE = re.compile(rf"{_PLAIN_WORD.pattern}|\[{_PLAIN_WORD.pattern}(,{_PLAIN_WORD.pattern})*\]")
 
 
 def force_overrides(overrides: Iterable[str], root: type[BaseConfig], folders: Iterable[Path] = ()) -> list[str]:
@@ -40,8 +41,8 @@ def _forced(override: str, root: type[BaseConfig], folders: Sequence[Path]) -> s
     if (key := _key_set(override, folders)) is None:
         return override
     value = override.partition("=")[2]
-    if _PLAIN_WORD.fullmatch(value) and value.lower() != "null" and _takes_text(key, root):
-        value = f"'{value}'"
+    if _PLAIN_VALUE.fullmatch(value) and takes_text(key, root):
+        value = _PLAIN_WORD.sub(lambda word: word[0] if word[0].lower() == "null" else f"'{word[0]}'", value)
     return f"++{key}={value}"
 
 
@@ -76,7 +77,7 @@ def settings_of(overrides: Iterable[str], folders: Iterable[Path] = ()) -> Tree:
     return settings
 
 
-def _takes_text(path: str, root: type[BaseConfig]) -> bool:
+def takes_text(path: str, root: type[BaseConfig]) -> bool:
     """Whether a key, or the key of another spelling, takes a text or a list of texts, and nothing else."""
     known = keys_of(root)
     paths = (
