@@ -17,10 +17,14 @@ UNCOMPRESSED = {"Accept-Encoding": "identity"}
 """Headers of requests. A compressed answer is refused: a few bytes of it may become gigabytes."""
 
 
+class AnswerTooLongError(httpx2.DecodingError):
+    """A service answered more than ``MAX_BYTES``."""
+
+
 def answer_limit() -> dict[str, list[Callable[[httpx2.Response], None]]]:
     """Return the event hooks of a client whose answers have at most ``MAX_BYTES``.
 
-    The client raises httpx2.DecodingError on longer and on compressed ones.
+    The client raises AnswerTooLongError on longer ones, and httpx2.DecodingError on compressed ones.
     """
     return {"response": [_limit]}
 
@@ -72,5 +76,5 @@ class _BoundedStream(httpx2.SyncByteStream, httpx2.AsyncByteStream):
     def _counted(self, piece: bytes) -> bytes:
         self._bytes += len(piece)
         if self._bytes > MAX_BYTES:
-            raise httpx2.DecodingError(f"the answer has more than {MAX_BYTES} bytes", request=self._request)
+            raise AnswerTooLongError(f"the answer has more than {MAX_BYTES} bytes", request=self._request)
         return piece

@@ -8,8 +8,8 @@ One request per sample::
     200 OK
     1.0        or   {"score": 1.0, "acc": true}
 
-Requests are repeated by :func:`verl.base.http_retries.retry_rule`. After the last attempt a timeout gives the sample
-the status ``timeout``; everything else is its ``error``.
+Requests are repeated by :func:`verl.base.http_retries.retry_rule`. After the last attempt, no answer in time gives the
+sample the status ``timeout``; everything else, such as a service that cannot be reached, is its ``error``.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RemoteScorer:
         """Request the score of one response.
 
         Raises:
-            TimeoutError: the last attempt timed out.
+            TimeoutError: the service did not answer the last attempt in time.
             RewardError: the service answers with an error, cannot be reached, or does not answer in JSON.
         """
         import httpx2
@@ -90,20 +90,20 @@ class RemoteScorer:
         body = plain(
             {
                 "data_source": data_source,
-                "solution_str": solution_str,
+                "solution_str": solution_str.encode(errors="replace").decode(),  # JSON has no lone surrogates
                 "ground_truth": ground_truth,
                 "extra_info": extra_info,
             }
         )
         try:
             return await AsyncRetrying(**retry_rule(self.max_retries))(self._ask, body)
-        except httpx2.TimeoutException as error:
+        except httpx2.ReadTimeout as error:
             raise TimeoutError(f"{self.url} gave no answer in {self.request_timeout_s:g} s") from error
         except httpx2.HTTPStatusError as error:
             answer = error.response
             raise RewardError(f"{self.url} answered {answer.status_code}: {self._shown(answer.text)}") from None
         except httpx2.TransportError as error:
-            raise RewardError(f"{self.url} cannot be reached: {error or type(error).__name__}") from error
+            raise RewardError(f"{self.url} cannot be reached: {str(error) or type(error).__name__}") from error
         except httpx2.DecodingError as error:
             raise RewardError(f"{self.url} gave an answer that is not read: {error}") from error
 

@@ -288,6 +288,14 @@ def test_answers_that_are_failures_of_the_service(answer, complaint):
             score_code(fenced("print(1)"), DOUBLE, sandbox_fusion_url=server.url)
 
 
+def test_output_beyond_the_longest_answer_of_a_service_is_a_wrong_program(monkeypatch):
+    monkeypatch.setattr("verl.base.http_limits.MAX_BYTES", 1000)
+    with service() as server:
+        server.answer = "x" * 2000
+        result = score_code(fenced("print('\ud800' * 2000)"), DOUBLE, sandbox_fusion_url=server.url)
+    assert (result["score"], result["code_status"]) == (0.0, "output_limit")
+
+
 @pytest.mark.parametrize(
     ("result", "status"),
     [

@@ -1,8 +1,10 @@
 """Reward managers beyond the naive one; turns, failures and components; a service over real HTTP."""
 
 import asyncio
+import contextlib
 import functools
 import json
+import socket
 import threading
 import time
 import traceback
@@ -509,6 +511,20 @@ def test_remote_says_what_the_service_said(service):
         manager(url=service)(batch_of(["a"], ["a"], "garbage"))
     with pytest.raises(RewardError, match=r"http://127\.0\.0\.1:9/ cannot be reached"):
         manager(url="http://127.0.0.1:9/", max_retries=0)(batch_of(["a"], ["a"]))
+
+
+def test_a_remote_service_that_accepts_no_connection_is_lost_and_not_slow():
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, contextlib.ExitStack() as waiting:
+        url = "http://{}:{}/".format(*server.getsockname())
+        for _ in range(3):
+            client = waiting.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(server.getsockname())
+        manager = RemoteRewardManager(
+            TOKENIZER, 0, None, url=url, max_error_rate=1.0, request_timeout_s=0.1, max_retries=0
+        )
+        _, extra = compute_reward(batch_of(["ab"], [""]), manager)
+    assert extra["reward_status"] == ["error"]
 
 
 def test_remote_shows_no_secrets(service):

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx2
 from tenacity import Retrying
 
-from verl.base.http_limits import UNCOMPRESSED, answer_limit
+from verl.base.http_limits import UNCOMPRESSED, AnswerTooLongError, answer_limit
 from verl.base.http_retries import FIRST_PAUSE_S, retry_rule
 from verl.plugins.sandbox.types import Limits, ProgramResult, SandboxError, Status, end_of
 
@@ -82,7 +82,7 @@ class FusionSandbox:
         limits = limits or Limits()
         seconds = min(limits.cpu_s, limits.wall_s)
         body = {
-            "code": program,
+            "code": program.encode(errors="replace").decode(),  # JSON has no lone surrogates
             "stdin": stdin,
             "language": self.language,
             "compile_timeout": seconds,
@@ -91,8 +91,11 @@ class FusionSandbox:
             "files": {},
             "fetch_files": [],
         }
-        with self.semaphore or contextlib.nullcontext():
-            answer = self._post(body, timeout=seconds * 2 + QUEUE_S)
+        try:
+            with self.semaphore or contextlib.nullcontext():
+                answer = self._post(body, timeout=seconds * 2 + QUEUE_S)
+        except AnswerTooLongError:  # the program's output, and no failure of the service
+            return ProgramResult(status=Status.OUTPUT_LIMIT, stdout="", stderr="", seconds=math.nan)
         return outcome_of(answer, limits)
 
     def _post(self, body: Mapping[str, object], timeout: float) -> Mapping[str, object]:
@@ -104,9 +107,11 @@ class FusionSandbox:
                 f"the code service {self.url} answered {error.response.status_code} after "
                 f"{attempts.statistics['attempt_number'] - 1} repetitions: {error.response.text[:500]}"
             ) from None
+        except AnswerTooLongError:
+            raise
         except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, RecursionError) as error:
             raise SandboxError(
-                f"the code service {self.url} cannot be used ({error or type(error).__name__}). Check "
+                f"the code service {self.url} cannot be used ({str(error) or type(error).__name__}). Check "
                 "this address (sandbox_fusion.url), or leave it null to run code in the sandbox of this machine."
             ) from error
         if not isinstance(answer, Mapping):
