@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.trainer.config.keys import Tree, get
+from verl.trainer.config.omegaconf_private import use_faster_parsers
 
 
 class Interpolations:
@@ -18,6 +19,7 @@ class Interpolations:
     """
 
     def __init__(self, raw: Tree) -> None:
+        use_faster_parsers()  # a program that composed its configuration without verl's commands has not called it
         self._raw = raw
         self._config: DictConfig = OmegaConf.create(raw)
 
