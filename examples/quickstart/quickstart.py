@@ -255,7 +255,14 @@ def run_stages(
     run_stage("Supervised warm-up", warm_up, sft / "log.txt", sft / "metrics.jsonl")
     train = command("verl.trainer.main_ppo", rl_settings(task, exported_model(sft / "checkpoints"), rl, seed))
     run_stage(f"Reinforcement learning: {algorithm.upper()}", train, rl / "log.txt", rl / "metrics.jsonl")
-    title, accuracy = curves
+    return summarize(output, algorithm, seed, started, curves)
+
+
+def summarize(
+    output: Path, algorithm: str, seed: int, started: float, curves: tuple[str, str]
+) -> tuple[Outcome, list[tuple[dict, dict]]]:
+    """Draw the curves of a finished run and write its report and ``outcome.json``; see :func:`run_stages`."""
+    rl, (title, accuracy) = output / algorithm, curves
     if importlib.util.find_spec("matplotlib"):  # of the extra "plot"; the report has the curves too
         from examples.quickstart.curves import draw_curves
 

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import stat
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -120,15 +121,10 @@ def in_shared_memory(path: str, filelock: str = ".file.lock", shared: Path = Pat
         logger.warning("there is no shared memory at %s: %s is read where it is.", shared, path)
         return path
     files = [source] if source.is_file() else [file for file in source.rglob("*") if file.is_file()]
-    stats = [file.stat() for file in files]
-    # Other contents under the same path are another copy.
-    description = repr(
-        [str(source.resolve()), *((str(f), s.st_size, s.st_mtime_ns) for f, s in zip(files, stats, strict=True))]
-    )
     own = shared / f"verl-{os.getuid()}"
-    folder = own / hashlib.sha256(description.encode()).hexdigest()[:16]
+    folder = own / name_of_state(source, files)
     target = folder / source.name
-    needed, free = sum(each.st_size for each in stats), shutil.disk_usage(shared).free
+    needed, free = sum(file.stat().st_size for file in files), shutil.disk_usage(shared).free
     if not target.exists() and needed > free:
         logger.warning("%s has %d bytes and %s %d free: it is read where it is.", path, needed, shared, free)
         return path
@@ -146,6 +142,26 @@ def in_shared_memory(path: str, filelock: str = ".file.lock", shared: Path = Pat
             partial.replace(target)
         _write_source(target, path)
     return str(target)
+
+
+def name_of_state(source: Path, files: Sequence[Path]) -> str:
+    """Return a name for what is at a path now: other sizes or times of its files give another name."""
+    stats = [(str(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
+    return hashlib.sha256(repr([str(source.resolve()), *stats]).encode()).hexdigest()[:16]
+
+
+def make_once(target: Path, source: Path, write: Callable[[Path], None]) -> None:
+    """Let one of several processes write the folder ``target`` from ``source``; it is there whole or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _locked(target.parent / ".file.lock"):
+        if target.exists():
+            return
+        partial = target.with_name(target.name + ".partial")
+        if partial.exists():  # of a process that was ended
+            _remove(partial)
+        write(partial)
+        partial.replace(target)
+        _write_source(target, str(source))
 
 
 def source_of(path: str) -> str:

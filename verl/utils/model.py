@@ -31,10 +31,11 @@ from transformers import (
 
 from verl.errors import ConfigError
 from verl.utils.console import parameters_in_words, show
+from verl.utils.gguf import converted_gguf
 from verl.utils.model_code import LOADING_ERRORS, refuse_foreign_kernels, warn_if_code_runs, why_unreadable
 from verl.utils.model_facts.config_fields import dropout_rates, random_fields, rope_rules, rope_type
 from verl.utils.model_facts.experts import ExpertSizes
-from verl.utils.model_facts.model_files import DEQUANTIZE, quantized_by
+from verl.utils.model_facts.model_files import DEQUANTIZE, GGUF, quantized_by
 from verl.utils.torch_functional import all_finite
 from verl.utils.transformers_private import names_on_disk, no_init_weights, set_attention, without_load_report
 from verl.vision.families import FAMILIES
@@ -64,8 +65,13 @@ def torch_dtype(name: str | torch.dtype) -> torch.dtype:
 
 
 def resolve_model_path(name_or_path: str) -> str:
-    """Return an existing local folder with ``~`` expanded, or the unchanged name of a model on the Hugging Face hub."""
+    """Return an existing local folder with ``~`` expanded, or the unchanged name of a model on the Hugging Face hub.
+
+    A GGUF file is converted into a folder, once.
+    """
     folder = Path(name_or_path).expanduser()
+    if folder.suffix == GGUF:
+        return converted_gguf(folder)
     if folder.is_dir():
         return str(folder)
     written_as_folder = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
@@ -75,8 +81,8 @@ def resolve_model_path(name_or_path: str) -> str:
         near = difflib.get_close_matches(folder.name, siblings, n=1)
         hint = f" Did you mean '{folder.parent / near[0]}'?" if near else ""
         raise ConfigError(
-            f"model folder '{folder}' {what}.{hint} Give the folder that holds config.json, or a hub name "
-            "such as 'Qwen/Qwen3-0.6B'."
+            f"model folder '{folder}' {what}.{hint} Give the folder that holds config.json, a .gguf file, or a "
+            "hub name such as 'Qwen/Qwen3-0.6B'."
         )
     return name_or_path
 

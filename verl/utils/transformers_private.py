@@ -49,8 +49,14 @@ from transformers.utils.chat_template_utils import (
 # Transformers 5.19, which vLLM pins, hands messages to a template without other names of their reasoning.
 _alias_reasoning_fields = getattr(chat_template_utils, "_alias_reasoning_fields", list)
 
+try:
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as GGUF_SPLITS
+except ImportError:  # earlier versions split the text of every GGUF file alike
+    GGUF_SPLITS: dict[str, str] = {}
+
 __all__ = [
     "ALL_ATTENTION_FUNCTIONS",
+    "GGUF_SPLITS",
     "DynamicLayer",
     "GenericForSequenceClassification",
     "GenericForTokenClassification",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import glob
+import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from verl.base.registry import suggest
 from verl.base.remote import driver_problem, expand, is_remote, version
+from verl.base.requirements import install_command
 from verl.checkpoint.locate import shards_below
 from verl.config import DPOConfig, EvalConfig, GenerationConfig, PPOConfig, Problem, ServeConfig, SupervisedConfig
 from verl.datasets.files import SUFFIXES
@@ -228,8 +230,11 @@ def _adapters(key: str, path: str) -> Problems:
 
 def _model(key: str, path: str, must_have: str | None, has_weights: bool = False) -> Problems:
     folder = Path(path).expanduser()
+    is_gguf = folder.suffix == model_files.GGUF
     if is_remote(path):
-        yield from _remote(key, path, must_have)
+        yield from _remote(key, path, None if is_gguf else must_have)
+    elif is_gguf:
+        yield from _gguf(key, path, must_have)
     elif not _is_local(path):
         yield from _name_of_a_folder(key, path)
     elif not folder.is_dir():
@@ -248,6 +253,16 @@ def _model(key: str, path: str, must_have: str | None, has_weights: bool = False
         yield Problem(key, path, cause, remedy="name the folder of a whole model")
     elif cause := model_files.file_problem(folder):
         yield Problem(key, path, cause, remedy="mend the file, or name another folder")
+
+
+def _gguf(key: str, path: str, must_have: str | None) -> Problems:
+    """A GGUF file is a whole model, which a run converts before it loads it."""
+    if must_have == "adapter_config.json":
+        yield Problem(key, path, "adapters are not read from GGUF", remedy="name a folder in peft's format")
+    elif cause := model_files.gguf_problem(Path(path).expanduser()):
+        yield Problem(key, path, f"the file {cause}", remedy="name a GGUF file, or a model folder")
+    elif importlib.util.find_spec("gguf") is None:
+        yield Problem(key, path, "it needs the package gguf, which is not installed", remedy=install_command("gguf"))
 
 
 def _shards(key: str, path: str, folder: Path) -> Problem | None:

@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from verl.base.fs import copy_to_local
+from verl.base.fs import copy_to_local, name_of_state, own_copies
 from verl.base.remote import is_remote
 from verl.errors import ConfigError, DataError
 
@@ -18,6 +18,8 @@ VOCABULARIES = (
     "tekken.json", "*.tiktoken", "tokenization_*.py",
 )  # fmt: skip
 """A tokenizer needs one of these files; without any, Transformers makes one that turns every text into no tokens."""
+GGUF = ".gguf"
+"""Ending of a file that is a whole model: config, tokenizer and weights."""
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 """Files of a model that is in one piece; in several, ``<file>.index.json`` lists the parts."""
 
@@ -101,8 +103,13 @@ def config_entries(folder: Path) -> dict[str, object]:
 
 
 def model_folder(model: str | Path) -> Path:
-    """Return the folder of a model: of a name on the Hugging Face hub that in its cache, if it was downloaded."""
+    """Return the folder of a model: that in the cache of a name on the Hugging Face hub, or of a GGUF file.
+
+    It is there once the model was downloaded or converted.
+    """
     folder = Path(model).expanduser()
+    if folder.suffix == GGUF:
+        return folder_of_gguf(folder)
     if folder.is_absolute() or len(folder.parts) > 2 or folder.is_dir():
         return folder
     from huggingface_hub import try_to_load_from_cache
@@ -113,6 +120,22 @@ def model_folder(model: str | Path) -> Path:
     except HFValidationError:  # it is no name of a model
         return folder
     return Path(file).parent if isinstance(file, str) else folder
+
+
+def folder_of_gguf(file: Path) -> Path:
+    """Return where the model folder that is converted from a GGUF file is, or will be."""
+    return own_copies() / (name_of_state(file, [file]) if file.is_file() else "none") / file.stem
+
+
+def gguf_problem(file: Path) -> str | None:
+    """Why ``file`` cannot be a model in GGUF, from its first bytes; None if it can."""
+    if not file.is_file():
+        return "does not exist" if not file.exists() else "is a folder, not a file"
+    with file.open("rb") as opened:
+        start = opened.read(4)
+    if start == b"GGUF":
+        return None
+    return _pointer(file) or f"is no GGUF file: it begins with {start!r}, not with b'GGUF'"
 
 
 def _size_of_text_model(folder: Path, name: str) -> int | None:
