@@ -35,7 +35,7 @@ from examples.quickstart.quickstart import (
 )
 from examples.quickstart.settings import command
 from examples.quickstart_real.make_task import most_frequent_accuracy
-from examples.quickstart_real.reward import compute_score, has_right_number
+from examples.quickstart_real.reward import compute_score
 from examples.quickstart_real.settings import (
     PROMPTS,
     RESPONSES,
@@ -57,8 +57,6 @@ class Result:
 
     name: str
     accuracy: float
-    right_number: float
-    """The last number is right, whatever else the response says."""
     seconds: float
 
 
@@ -67,8 +65,7 @@ def result_of(name: str, validation: Path, seconds: float, step: int = -1) -> Re
     path = sorted(validation.glob("*.jsonl"), key=lambda path: int(path.stem))[step]
     rows = read_lines(path)
     right = [row["score"] == 1.0 for row in rows]
-    lenient = [has_right_number(row["output"], row["gts"]) for row in rows]
-    return Result(name, sum(right) / len(rows), sum(lenient) / len(rows), seconds)
+    return Result(name, sum(right) / len(rows), seconds)
 
 
 def right_conversations(rows: list[dict]) -> list[dict]:
@@ -109,10 +106,7 @@ def table(results: list[Result], prompts: int) -> str:
     ]
     for result in results:
         error = (result.accuracy * (1 - result.accuracy) / prompts) ** 0.5
-        lines.append(
-            f"| {result.name} | {100 * result.accuracy:.1f} % | {100 * error:.1f} | {100 * result.right_number:.1f} % "
-            f"| {result.seconds:.0f} |"
-        )
+        lines.append(f"| {result.name} | {100 * result.accuracy:.1f} % | {100 * error:.1f} | {result.seconds:.0f} |")
     return "\n".join(lines)
 
 
@@ -136,7 +130,7 @@ def run_real(seed: int, output: Path, steps: int, model: Path | None, is_lora: b
         {split: pq.read_table(task / f"rl_{split}.parquet").to_pylist() for split in ("train", "test")}
     )
     results = [
-        Result("the most frequent answer", guess, guess, 0.0),
+        Result("always the most frequent answer", guess, 0.0),
         result_of("SmolLM2-135M-Instruct", rl / "validation", 0.0, step=0),
         sft,
         result_of(name, rl / "validation", seconds),

@@ -1,4 +1,4 @@
-"""The reward of a sum: 1 if the response is the right number and nothing else, else 0."""
+"""The reward of a sum: 1 if the last number of the response is the right one, else 0."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from typing import Any
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """1 if the text, without spaces around it, is the number."""
-    return float(solution_str.strip() == ground_truth)
-
-
-def has_right_number(text: str, truth: str) -> bool:
-    """Whether the last number in a text is the right one, whatever is written around it."""
-    numbers = re.findall(r"\d+", text)
-    return bool(numbers) and numbers[-1] == truth
+    """1 if the last number is right, whatever is written around it: ``12``, ``5 + 7 = 12.``"""
+    numbers = re.findall(r"\d+", solution_str)
+    return float(bool(numbers) and numbers[-1] == ground_truth)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from examples.quickstart.settings import Settings, policy_settings, run_settings
 
-PROMPTS, RESPONSES = 16, 8
+PROMPTS, RESPONSES = 8, 8
 """Prompts of a step, and responses to each."""
-STEPS = 20
+STEPS = 12
 PROMPT_LENGTH, RESPONSE_LENGTH = 64, 12
 LEARNING_RATE, LORA_LEARNING_RATE = 1e-5, 2e-4
 TOKENS_OF_A_PASS = 512
@@ -21,6 +21,8 @@ def grpo_settings(task: Path, model: Path, output: Path, seed: int, steps: int, 
     return {
         **policy_settings(task, model, output, seed, steps),
         "algorithm.adv_estimator": "grpo",
+        # One update of each batch, in fp32 like the sampling: its log-probs need no pass of their own.
+        "algorithm.rollout_correction.bypass_mode": True,
         "custom_reward_function.path": REWARD,
         "data.max_prompt_length": PROMPT_LENGTH,
         "data.max_response_length": RESPONSE_LENGTH,
@@ -33,7 +35,7 @@ def grpo_settings(task: Path, model: Path, output: Path, seed: int, steps: int, 
         "actor_rollout_ref.actor.optim.lr": LORA_LEARNING_RATE if is_lora else LEARNING_RATE,
         "actor_rollout_ref.actor.checkpoint.save_contents": "[hf_model]",
         **({"actor_rollout_ref.model.lora_rank": 16, "actor_rollout_ref.model.lora_alpha": 32} if is_lora else {}),
-        "trainer.test_freq": max(1, steps // 4),
+        "trainer.test_freq": max(1, steps // 3),
     }
 
 

@@ -46,7 +46,7 @@ class PretrainedModelConfig(BaseConfig):
     """A Transformers model: its files, and how they are loaded. Policy, critic and reward models share this section."""
 
     path: str = setting("~/models/deepseek-llm-7b-chat", path=True, remote=True)
-    """Folder of the model, or its name on the Hugging Face hub."""
+    """Folder of the model, a `.gguf` file, which is converted once, or the model's name on the Hugging Face hub."""
     use_shm: bool = setting(False)
     """Read the files of this section from copies in shared memory (/dev/shm), made once on each machine if they fit."""
     trust_remote_code: bool = setting(False)

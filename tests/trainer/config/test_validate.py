@@ -261,7 +261,7 @@ def test_model_folders_exist(run: Run):
     assert "the folder holds no weights" in only(run.refusal({}))
 
 
-@pytest.mark.parametrize(
+ROLES = pytest.mark.parametrize(
     "key, more",
     [
         ("actor_rollout_ref.model.path", {}),
@@ -269,6 +269,21 @@ def test_model_folders_exist(run: Run):
         ("reward_model.model.path", {"reward_model.enable": True}),
     ],
 )
+
+
+@ROLES
+def test_models_may_be_gguf_files(run: Run, key: str, more: dict):
+    file = run.folder / "model.gguf"
+    assert f"{key}={file}: the file does not exist" in run.refusal({key: str(file)} | more)
+    file.write_bytes(b"PK\x03\x04")
+    assert f"{key}={file}: the file is no GGUF file" in run.refusal({key: str(file)} | more)
+    file.write_bytes(b"GGUF")
+    assert run.load({"actor_rollout_ref.model.path": str(file)})
+    message = only(run.refusal({"actor_rollout_ref.model.lora_adapter_path": str(file)}))
+    assert "adapters are not read from GGUF" in message
+
+
+@ROLES
 def test_quantized_models_are_refused(run: Run, key: str, more: dict):
     folder = shutil.copytree(run.folder / "model", run.folder / "quantized")
     (folder / "config.json").write_text('{"quantization_config": {"quant_method": "gptq", "bits": 4}}')

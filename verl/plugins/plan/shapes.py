@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from verl.errors import ConfigError
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.model_facts.experts import ExpertSizes
+from verl.utils.model_facts.model_files import GGUF
 
 if TYPE_CHECKING:
     from verl.base.types import JsonMapping
@@ -385,12 +386,16 @@ def _is_of_attention(name: str) -> bool:
 
 
 def config_file(name_or_path: str) -> Path:
-    """Return the config.json of a model folder, or of a name on the Hugging Face hub, which is downloaded.
+    """Return the config.json of a model folder or GGUF file, or of a name on the Hugging Face hub, which is downloaded.
 
     Raises:
         ConfigError: there is none.
     """
     folder = Path(name_or_path).expanduser()
+    if folder.suffix == GGUF:
+        from verl.utils.model import resolve_model_path  # with PyTorch, which other plans do without
+
+        folder = Path(resolve_model_path(name_or_path))
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} holds no config.json. Name the folder of a model.")
