@@ -1,7 +1,6 @@
 """A model may be a GGUF file: it becomes a model folder with the same numbers, tokens and ends, once."""
 
 import importlib.util
-import logging
 from pathlib import Path
 
 import gguf

@@ -87,7 +87,7 @@ class ReferenceModelConfig(BaseConfig):
     """The frozen reference policy, for the log-ratios of the loss."""
 
     path: str | None = setting(None, path=True, remote=True)
-    """Folder or `.gguf` file of the model, or its name on the hub; null uses `model.path`, the policy before training."""
+    """Folder or `.gguf` file of the model, or its name on the hub; null uses `model.path`, as before training."""
     param_offload: bool = setting(False)
     """Keep its parameters in host memory while it is idle."""
 
