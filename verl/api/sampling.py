@@ -39,7 +39,7 @@ def generate(
     """Sample responses, as ``verl generate`` does, from the model's own distribution unless settings say otherwise.
 
     Args:
-        model: a folder with a model, its name on the Hugging Face hub, or the result of a training call.
+        model: a folder with a model, a GGUF file, a name on the Hugging Face hub, or the result of a training call.
         prompts: a list of texts or of conversations (lists of messages), or rows as in :func:`verl.train`.
         n: responses to each prompt.
         ray: run the ranks as processes of Ray, one for each GPU, instead of one rank in this process.

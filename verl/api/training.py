@@ -62,7 +62,7 @@ def train(
     """Train a policy by reinforcement learning, as ``verl train`` does, and return what the run wrote.
 
     Args:
-        model: a folder with a model, or its name on the Hugging Face hub.
+        model: a folder with a model, a GGUF file, or a name on the Hugging Face hub.
         data: rows with ``prompt`` (a text or messages) and any other columns: a list of dicts, a ``datasets.Dataset``,
             a ``pandas.DataFrame``, or files.
         reward: a function or several, whose weighted scores are added up: :data:`verl.api.rewards.FORMS`. A text
