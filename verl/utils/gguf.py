@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from verl.base.fs import make_once
 from verl.base.requirements import install_command
@@ -59,17 +60,18 @@ def convert_gguf(file: Path, folder: Path) -> None:
     except (ValueError, IndexError, KeyError, UnicodeDecodeError, MemoryError, OverflowError) as error:
         raise ConfigError(f"model file '{file}' is cut or damaged ({_first_line(error)}). {_REPAIR}") from error
     logger.warning("converting %s into a model folder with weights in %s", file, str(dtype).removeprefix("torch."))
-    source = {"pretrained_model_name_or_path": str(file.parent.absolute()), "gguf_file": file.name}
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent.absolute()), "gguf_file": file.name}
     config_class = getattr(transformers, "GgufConfig", None)  # earlier versions always dequantize
-    dequantize = {} if config_class is None else {"quantization_config": config_class(dequantize=True)}
+    dequantize: dict[str, Any] = {} if config_class is None else {"quantization_config": config_class(dequantize=True)}
     try:
         with without_load_report(), without_progress_bars():
-            tokenizer = AutoTokenizer.from_pretrained(**source)
-            model, info = AutoModelForCausalLM.from_pretrained(
+            tokenizer: Any = AutoTokenizer.from_pretrained(**source)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 **source, **dequantize, dtype=dtype, output_loading_info=True
             )
     except (*LOADING_ERRORS, NotImplementedError) as error:
         raise ConfigError(f"model file '{file}' cannot be converted: {_first_line(error)}. {_REPAIR}") from error
+    model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(
             f"model file '{file}' lacks {len(missing)} weights of {type(model).__name__}: {missing[:3]}. {_REPAIR}"
@@ -91,10 +93,11 @@ def _facts(file: Path) -> tuple[torch.dtype, str | None]:
     return exact if formats <= _FLOATS.keys() else torch.float32, None if field is None else field.contents()
 
 
-def _set_split(tokenizer: PreTrainedTokenizerBase, split: str | None, file: Path) -> None:
+def _set_split(tokenizer: PreTrainedTokenizerFast, split: str | None, file: Path) -> None:
     """Split text before merges as the file names it, where Transformers does not know these rules."""
     if split in _SPLITS:
-        tokenizer.backend_tokenizer.pre_tokenizer = _SPLITS[split]
+        backend: Any = tokenizer.backend_tokenizer
+        backend.pre_tokenizer = _SPLITS[split]
     elif split not in (*_USUAL_SPLITS, *GGUF_SPLITS):
         logger.warning(
             "'%s' splits text before merges by the rules %r, which neither Transformers nor verl knows: some texts "
