@@ -60,7 +60,7 @@ def samples_settings(prompts: Path, model: Path, file: Path, seed: int) -> Setti
         "trainer.controller": "local",
         "trainer.device": "cpu",
         "trainer.n_gpus_per_node": 1,
-        "trainer.seed": seed,
+        "rollout.seed": seed,
     }
 
 
