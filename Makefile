@@ -137,7 +137,7 @@ $(VERIFIERS): requirements/verifiers.txt
 	@touch $@
 
 test-verifiers: $(VERIFIERS) ## the adapter of verifiers, in an environment of its own
-	PYTHONPATH=. $(VERIFIERS_VENV)/bin/python -m pytest -q -p no:cacheprovider --noconftest -c /dev/null --rootdir . --import-mode=importlib tests/environments/test_verifiers.py
+	PYTHONPATH=. $(VERIFIERS_VENV)/bin/python -m pytest -q -p no:cacheprovider --noconftest -c /dev/null --rootdir . --import-mode=importlib tests/plugins/verifiers/test_verifiers.py
 
 test-agent-kits: $(KITS) ## agent kits from PyPI, unmodified, against the endpoint, in an environment of their own
 	$(KITS_VENV)/bin/python -m pytest -p no:cacheprovider tests/plugins/endpoint/kits

@@ -14,14 +14,17 @@ from tests.support.tiny_run import make_tiny_run, overrides
 
 PACKAGE = Path(__file__).parents[2] / "verl"
 PLUGINS = sorted(path.name for path in (PACKAGE / "plugins").iterdir() if (path / "__init__.py").is_file())
+ENVIRONMENT = "actor_rollout_ref.rollout.multi_turn.environment_config_path=[{{class_name:verl.environments.%s}}]"
 NAMING = {
     "endpoint": ["train", "actor_rollout_ref.rollout.agent.default_agent_loop=program_agent"],
+    "gymnasium": ["train", ENVIRONMENT % "gymnasium_environment.GymnasiumEnvironment"],
     "inspect": ["inspect", "rollouts", "rollouts.jsonl"],
     "megatron": ["train", "actor_rollout_ref.actor.strategy=megatron"],
     "plan": ["plan", "--gpus", "8"],
     "sandbox": ["train", "reward_model.reward_format=prime_code"],
     "serve": ["serve", "model.path={model}"],
     "veomni": ["train", "actor_rollout_ref.actor.strategy=veomni"],
+    "verifiers": ["train", ENVIRONMENT % "verifiers_environment.VerifiersEnvironment"],
     "view": ["report", "run"],
 }
 """A command that needs the plug-in; ``train`` is followed by the settings of a run."""

@@ -187,7 +187,7 @@ def test_no_duration_is_taken_from_the_clock_on_the_wall():
         "verl/agents/policy.py",  # spans
         "verl/agents/tool_agent.py",
         "verl/agents/tool_calls.py",
-        "verl/environments/verifiers_environment.py",
+        "verl/plugins/verifiers/environment.py",
         "verl/single_controller/base/decorator.py",
         "verl/supervision/lock.py",
         "verl/compat/toolkit/checkpoints.py",

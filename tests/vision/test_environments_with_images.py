@@ -19,8 +19,8 @@ from tests.vision.one_family import ONE_FAMILY
 from tests.vision.test_native_serving_with_images import plain_logits
 from tests.vision.test_programs_with_images import ROWS
 from verl.environments.base import ImageObservation
-from verl.environments.gymnasium_environment import GymnasiumEnvironment
 from verl.errors import ConfigError
+from verl.plugins.gymnasium.environment import GymnasiumEnvironment
 from verl.protocol import DataProto
 
 IMAGE = 106

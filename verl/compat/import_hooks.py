@@ -23,6 +23,8 @@ from types import ModuleType
 from typing import Any
 
 MOVED: dict[str, str] = {
+    "verl.environments.gymnasium_environment": "verl.plugins.gymnasium.environment",
+    "verl.environments.verifiers_environment": "verl.plugins.verifiers.environment",
     "verl.tools.python_tool": "verl.plugins.sandbox.python_tool",
     "verl.tools.sandbox_fusion_tools": "verl.plugins.sandbox.sandbox_fusion_tools",
     "verl.utils.dataset": "verl.datasets",

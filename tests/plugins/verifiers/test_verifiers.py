@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from verl.environments.verifiers_environment import VerifiersEnvironment
 from verl.errors import ConfigError
+from verl.plugins.verifiers.environment import VerifiersEnvironment
 
 vf = pytest.importorskip("verifiers", reason="verifiers is not installed; `make test-verifiers` has it")
 datasets = pytest.importorskip("datasets")

@@ -153,7 +153,8 @@ def _load_env(env_id: str, arguments: str) -> Any:
         ) from error
     if not hasattr(verifiers, "load_environment"):
         raise ConfigError("this version of verifiers has no load_environment; the adapter is for 0.3.")
-    return verifiers.load_environment(env_id, **json.loads(arguments))
+    load = verifiers.load_environment  # pyright: ignore[reportAttributeAccessIssue]  without the package, this folder
+    return load(env_id, **json.loads(arguments))
 
 
 _cached_env = functools.cache(_load_env)
@@ -162,7 +163,7 @@ _cached_env = functools.cache(_load_env)
 
 def _client(environment: VerifiersEnvironment) -> object:
     """Make the client that a rollout asks for the model's turns."""
-    from verifiers import Client
+    from verifiers import Client  # pyright: ignore[reportAttributeAccessIssue]
 
     class PolicyClient(Client):
         async def get_response(

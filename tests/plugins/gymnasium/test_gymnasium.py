@@ -7,8 +7,8 @@ from typing import Any
 import gymnasium
 import pytest
 
-from verl.environments.gymnasium_environment import GymnasiumEnvironment
 from verl.errors import ConfigError
+from verl.plugins.gymnasium.environment import GymnasiumEnvironment
 
 
 class Riddle(gymnasium.Env):

@@ -1,0 +1,1 @@
+"""Environments of verifiers; needs the extra ``verifiers``."""
