@@ -22,8 +22,8 @@ from verl.workers.losses import PolicyLoss
 
 # Measured, and never to be raised: a change that makes a road longer makes another one shorter.
 MAX_FRAMES = 15
-MAX_FILES = 238
-MAX_LINES = 17_850
+MAX_FILES = 229
+MAX_LINES = 17_570
 ROOT = Path(verl.__file__).parent
 
 
