@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl import DataProto
 from verl.config import PPOConfig
+from verl.experimental.agent_loop import AgentLoopManager
 from verl.single_controller.ray import (
     RayClassWithInitArgs,
     RayWorkerGroup,
@@ -83,6 +84,7 @@ class OwnFitTrainer(RayPPOTrainer):
         )
         self.global_steps = 0
         self._load_checkpoint()
+        self.async_rollout_manager = AgentLoopManager.create(config=config, worker_group=self.actor_rollout_wg)
         if self.val_reward_fn is not None and config.trainer.get("val_before_train", True):
             logger.log(data=self._validate(), step=self.global_steps)
         while self.global_steps < self.total_training_steps:

@@ -13,6 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.support.tiny_run import make_tiny_run, overrides
 from verl import DataProto
+from verl.compat.own_fit.ordered_group import OrderedGroup
 from verl.datasets import collate_fn as default_collate_fn
 from verl.errors import ConfigError
 from verl.trainer.config.command_line import compose
@@ -173,6 +174,27 @@ def test_a_manager_that_verls_fit_would_not_use() -> None:
     assert trainer.async_rollout_manager is trainer.checkpoint_manager is pytest
     with pytest.raises(ConfigError, match=r"async_rollout_manager is builtins\.module, which verl's own fit would not"):
         trainer.resume()
+
+
+def test_a_manager_of_agent_loops_generates_with_the_trainers_engines() -> None:
+    from verl.experimental.agent_loop.agent_loop import AgentLoopManager
+
+    class Group:
+        wake = "of the workers"
+
+    calls = {"generate_sequences": lambda prompts: (prompts, "generated")}
+    manager = AgentLoopManager(config=None, worker_group=OrderedGroup(Group(), True, calls), rollout_resource_pool=None)
+    assert manager.generate_sequences("prompts") == ("prompts", "generated")
+    manager.wake_up()
+    manager.sleep()
+    with pytest.raises(ConfigError, match=r"no engine \(native, hf, vllm, sglang\) serves programs.*program_agent"):
+        _ = manager.server_addresses
+    with pytest.raises(ConfigError, match=r"worker_group is Group. Pass worker_group=trainer.actor_rollout_wg"):
+        AgentLoopManager(config=None, worker_group=Group())
+    with pytest.raises(ConfigError, match=r"llm_client belong to servers on Ray"):
+        AgentLoopManager.create(config=None, llm_client=Group())
+    with pytest.raises(ConfigError, match=r"Mine\._init_agent_loop_workers would never be called"):
+        type("Mine", (AgentLoopManager,), {"_init_agent_loop_workers": print})
 
 
 def test_assigned_attributes_decide_what_a_step_computes() -> None:

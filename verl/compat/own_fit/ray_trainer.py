@@ -26,6 +26,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from verl.base.redact import secrets_in
+from verl.compat.own_fit.agent_loops import ProgramAgentLoopManager
 from verl.compat.own_fit.ordered_group import OrderedGroup
 from verl.config import ActorConfig, CriticConfig
 from verl.errors import ConfigError
@@ -115,6 +116,7 @@ class RayPPOTrainer(PPOTrainer):
     _sampled: tuple[int, int] = (0, 0)
     """The last step in which :meth:`_generate_sequences` sampled, and how many prompts."""
     _assigned_manager: Any = None
+    _manager: ProgramAgentLoopManager | None = None
     _running: PPOStepContext | None = None
     """The context of the stage that a part under its public name computes."""
 
@@ -234,8 +236,12 @@ class RayPPOTrainer(PPOTrainer):
 
     @property
     def async_rollout_manager(self) -> Any:
-        """The workers of policy and rollout, for ``generate_sequences``, or what a program assigned."""
-        return self.actor_rollout_wg if self._assigned_manager is None else self._assigned_manager
+        """The engines and agent loops, for ``generate_sequences``, or what a program assigned."""
+        if self._assigned_manager is not None or (group := self.actor_rollout_wg) is None:
+            return self._assigned_manager
+        if self._manager is None or self._manager.worker_group is not group:
+            self._manager = ProgramAgentLoopManager(self.config, group)  # kept: a program may set attributes of it
+        return self._manager
 
     @async_rollout_manager.setter
     def async_rollout_manager(self, manager: object) -> None:
