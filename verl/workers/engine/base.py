@@ -57,7 +57,7 @@ class BaseEngine(ABC):
     weight_version: int = 0
     """Number of optimizer steps that changed the weights; restored by ``load_checkpoint``."""
     loss_scale: LossScale | None = None
-    """Of a model that is trained in fp16."""
+    """Loss scaling of a model that is trained in fp16; None in other formats."""
     pass_sizes: PassSizes
     """Known limits of the size of its passes."""
     non_finite: Sequence[NonFinite] = ()
@@ -70,7 +70,7 @@ class BaseEngine(ABC):
     """The ids below this one are the vocabulary of what is computed without gradients; None for all rows of the output
     matrix. A teacher gets the size of the policy's vocabulary, so that both are distributions over the same ids."""
     divergence: FullDivergence | None = None
-    """What the output ``divergence`` compares this model with; set before a batch whose loss reads it."""
+    """Teachers that the output ``divergence`` compares this model with; set before a batch whose loss reads it."""
 
     def _check_request(
         self, outputs: set[str] | frozenset[str], temperature: float, topk: int = 0, vocab_size: int = 0
@@ -235,7 +235,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Whether the outputs of this rank are used, among the ranks that hold the same rows."""
+        """Return whether this rank's outputs are used; of the ranks that hold the same rows, only one's are."""
 
     @abstractmethod
     def arithmetic(self) -> Arithmetic:

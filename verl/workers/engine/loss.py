@@ -30,7 +30,7 @@ class BatchTotals:
     """Tokens with ``response_mask`` and ``distillation_mask`` 1, of a batch with both."""
 
     @classmethod
-    def of(
+    def from_batch(
         cls, batch: DataProto, dp_size: int, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> BatchTotals:
         """Count the mini-batch of which ``batch`` is this rank's part. Collective over the data-parallel ``group``."""
@@ -183,7 +183,7 @@ def _read(values: Sequence[Tensor | float]) -> list[float]:
 
 
 def is_extreme(name: str) -> bool:
-    """Whether a metric is reduced by max or min."""
+    """Return whether a metric is reduced by max or min."""
     return name.endswith(("_max", "_min"))
 
 

@@ -29,7 +29,7 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """Whether a smaller factor is left: at 1, gradients that are not finite are an error of the data or model."""
+        """True if a smaller factor is left: at 1, non-finite gradients are an error of the data or model."""
         return self.value > 1
 
     def overflowed(self) -> None:
@@ -47,6 +47,6 @@ class LossScale:
         return {"loss_scale": self.value, "loss_scale_updates": self.updates}
 
     @classmethod
-    def of(cls, numbers: Mapping[str, int]) -> Self:
+    def from_checkpoint(cls, numbers: Mapping[str, int]) -> Self:
         """Restore it from a checkpoint; one of a run in another format has none, and the factor starts anew."""
         return cls(int(numbers.get("loss_scale", FIRST)), int(numbers.get("loss_scale_updates", 0)))

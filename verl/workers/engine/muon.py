@@ -55,13 +55,13 @@ def hidden_matrices(model: nn.Module, head: nn.Module) -> dict[str, nn.Parameter
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether a weight outside of embeddings and heads is a matrix, or several experts' (experts, A, B)."""
+    """Return whether a weight outside of embeddings and heads is a matrix, or matrices of experts (experts, A, B)."""
     are_stacked = ".experts." in name and not re.search(r"\.experts\.\d+\.", name)
     return len(shape) == (3 if are_stacked else 2) and min(shape[-2:]) > 1 and "embed" not in name
 
 
 class MatrixExchange(ABC):
-    """How ranks that hold parts of matrices compute updates of whole ones."""
+    """Exchange between ranks that hold parts of matrices, by which they compute updates of full matrices."""
 
     @abstractmethod
     def changes(
@@ -103,9 +103,9 @@ class MuonWithAdamW(Optimizer):
         exchange: MatrixExchange,
     ) -> None:
         by_muon = {id(matrix) for matrix in matrices}
-        others = [parameter for parameter in parameters if id(parameter) not in by_muon]
+        without_muon = [parameter for parameter in parameters if id(parameter) not in by_muon]
         checked = Muon([nn.Parameter(torch.zeros(1, 1))], **muon).defaults
-        self._adamw = AdamW([{"params": others}], **adamw)
+        self._adamw = AdamW([{"params": without_muon}], **adamw)
         self._exchange = exchange
         super().__init__([{"params": list(matrices), **checked}, *self._adamw.param_groups], {})
 
@@ -116,10 +116,10 @@ class MuonWithAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        matrices, others = self.param_groups
+        matrices, without_muon = self.param_groups
         self._step_matrices(matrices)
         # Again at every step, because load_state_dict replaces both.
-        self._adamw.param_groups, self._adamw.state = [others], self.state
+        self._adamw.param_groups, self._adamw.state = [without_muon], self.state
         self._adamw.step()
         return loss
 
@@ -129,7 +129,7 @@ class MuonWithAdamW(Optimizer):
             if MOMENTUM not in self.state[parameter]:
                 self.state[parameter][MOMENTUM] = torch.zeros_like(parameter)
         changes = self._exchange.changes(
-            parameters, lambda parameter: self._direction(parameter, group), lambda whole: _change(whole, group)
+            parameters, lambda parameter: self._direction(parameter, group), lambda matrix: _change(matrix, group)
         )
         for parameter, change in changes:
             weight, _ = local_rows(parameter)
@@ -155,10 +155,10 @@ class RowExchange(MatrixExchange):
         change: Callable[[Tensor], Tensor],
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """See :meth:`MatrixExchange.changes`."""
-        of_ranks: dict[dist.ProcessGroup | None, list[nn.Parameter]] = defaultdict(list)
+        by_group: dict[dist.ProcessGroup | None, list[nn.Parameter]] = defaultdict(list)
         for parameter in parameters:
-            of_ranks[_ranks_with_rows(parameter) if parameter.dim() == 2 else None].append(parameter)
-        for ranks, held in of_ranks.items():
+            by_group[_ranks_with_rows(parameter) if parameter.dim() == 2 else None].append(parameter)
+        for ranks, held in by_group.items():
             at_once = 1 if ranks is None else dist.get_world_size(ranks)
             # Matrices of about one size together: the ranks compute one each, and wait for the largest.
             held.sort(key=lambda parameter: parameter.numel())
@@ -166,7 +166,7 @@ class RowExchange(MatrixExchange):
                 together = held[start : start + at_once]
                 directions = [direction(parameter) for parameter in together]
                 if ranks is None:
-                    parts = [change(whole) for whole in directions]
+                    parts = [change(matrix) for matrix in directions]
                 else:
                     shapes = [(parameter.shape[0], parameter.shape[1]) for parameter in together]
                     parts = _exchanged_changes(directions, shapes, change, ranks)
@@ -189,8 +189,8 @@ def _change(direction: Tensor, group: dict[str, Any]) -> Tensor:
     parameters = [nn.Parameter(matrix) for matrix in stacked.unbind()]
     if not parameters:  # a rank without experts
         return change
-    for parameter, of_one in zip(parameters, directions.unbind(), strict=True):
-        parameter.grad = of_one
+    for parameter, matrix_direction in zip(parameters, directions.unbind(), strict=True):
+        parameter.grad = matrix_direction
     shared = {name: group[name] for name in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
     Muon(parameters, weight_decay=0.0, momentum=0.0, nesterov=False, **shared).step()
     return change
@@ -215,11 +215,11 @@ def _exchanged_changes(
     sent = torch.cat([direction.flatten() for direction in directions])
     rows, columns = shapes[rank] if rank < len(shapes) else (0, 0)
     per_rank = -(-rows // count)
-    taken = [max(0, min(per_rank, rows - index * per_rank)) * columns for index in range(count)]
-    whole = sent.new_empty(rows * columns)
-    dist.all_to_all_single(whole, sent, taken, sizes, group=ranks)
+    received = [max(0, min(per_rank, rows - index * per_rank)) * columns for index in range(count)]
+    matrix = sent.new_empty(rows * columns)
+    dist.all_to_all_single(matrix, sent, received, sizes, group=ranks)
     if rows:
-        whole = change(whole.view(rows, columns)).flatten()
-    dist.all_to_all_single(sent, whole, sizes, taken, group=ranks)
+        matrix = change(matrix.view(rows, columns)).flatten()
+    dist.all_to_all_single(sent, matrix, sizes, received, group=ranks)
     parts = sent.split(sizes[: len(directions)])
     return [part.view_as(direction) for part, direction in zip(parts, directions, strict=True)]

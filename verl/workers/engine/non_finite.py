@@ -53,7 +53,10 @@ class NonFinite:
 def in_batch_order(problems: Sequence[NonFinite], order: Sequence[int], world_size: int) -> list[NonFinite]:
     """Convert row numbers within a rank to row numbers of the batch that was distributed over ranks in ``order``."""
     share = len(order) // world_size
-    return [one if one.row is None else replace(one, row=order[one.rank * share + one.row]) for one in problems]
+    return [
+        problem if problem.row is None else replace(problem, row=order[problem.rank * share + problem.row])
+        for problem in problems
+    ]
 
 
 @dataclass
@@ -73,13 +76,13 @@ class LossWatch:
         self, rows: Sequence[int], data: DataProto, outputs: Mapping[str, Tensor], loss: Tensor, metrics: LossMetrics
     ) -> None:
         """Record one pass; ``rows`` are its rows in the mini-batch."""
-        kept = {name: values.detach() for name, values in outputs.items()}
+        columns = {name: values.detach() for name, values in outputs.items()}
         # A term that still had its graph would keep the activations of the pass.
         terms = {
             name: torch.as_tensor(term.value if isinstance(term, PartialSum) else term).detach()
             for name, term in metrics.items()
         }
-        self._passes.append((rows, data, kept, loss.detach(), terms))
+        self._passes.append((rows, data, columns, loss.detach(), terms))
 
     def problems(self) -> list[NonFinite]:
         """Locate the non-finite values of the first pass with a non-finite loss.
@@ -88,7 +91,7 @@ class LossWatch:
         """
         if not self._passes or bool(torch.stack([loss for *_, loss, _ in self._passes]).isfinite().all()):
             return []
-        rows, data, outputs, loss, terms = next(one for one in self._passes if not bool(one[3].isfinite()))
+        rows, data, outputs, loss, terms = next(record for record in self._passes if not bool(record[3].isfinite()))
         mask = data.batch["response_mask"]
         inputs = {name: values for name, values in sorted(data.batch.items()) if values.is_floating_point()}
         columns = list(self._in_columns("input", inputs, mask, rows))

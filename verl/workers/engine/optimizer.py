@@ -45,8 +45,8 @@ def build_optimizer(
         raise ConfigError(f"optim.optimizer_impl={config.optimizer_impl} cannot be imported: {error}.") from error
     cls = getattr(module, config.optimizer, None)
     if not isinstance(cls, type):
-        known = [name for name, value in vars(module).items() if isinstance(value, type) and name != "Optimizer"]
-        hint = suggest(config.optimizer, known)
+        classes = [name for name, value in vars(module).items() if isinstance(value, type) and name != "Optimizer"]
+        hint = suggest(config.optimizer, classes)
         raise ConfigError(f"optim.optimizer={config.optimizer}: {config.optimizer_impl} has no such class.{hint}")
     settings: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if "betas" in cls.__init__.__code__.co_varnames:  # SGD and others have none

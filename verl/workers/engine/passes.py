@@ -59,10 +59,10 @@ class MicroBatch:
     rows: list[int]
     data: DataProto
     is_filler: bool
-    """Whether it has no valid token and is computed only so that all ranks take part in the same collectives."""
+    """True if it has no valid token and is computed only so that all ranks take part in the same collectives."""
     rows_per_unit: int = 1
     shares_prompts: bool = False
-    """Whether a prompt of several rows is computed once."""
+    """True if a prompt of several rows is computed once."""
 
     @property
     def num_tokens(self) -> int:
@@ -105,7 +105,9 @@ def split_micro_batches(
     units = len(batch) // rows_per_unit
     lengths = _unit_lengths(batch, rows_per_unit)
     is_shared = micro.shares_prompts and rows_per_unit == 1
-    siblings = Siblings.of(batch) if is_shared else Siblings([[unit] for unit in range(units)], [0] * units, lengths)
+    siblings = (
+        Siblings.from_batch(batch) if is_shared else Siblings([[unit] for unit in range(units)], [0] * units, lengths)
+    )
     order = [unit for group in siblings.groups for unit in group]
     size = micro.micro_batch_size_per_gpu or units
     parts = [order[start : start + size] for start in range(0, units, size)]
@@ -183,7 +185,7 @@ def _halves(part: Sequence[int], lengths: Sequence[int]) -> tuple[Sequence[int],
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a GPU or in host memory."""
+    """Return whether an allocation failed, on a GPU or in host memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error).lower()
@@ -225,7 +227,7 @@ class PassSizes:
     limits: dict[str, int] = field(default_factory=dict)
     """Maximum tokens per pass, by kind; absent until a pass of that kind ran out of memory."""
     cuts: int = 0
-    """How often a limit was lowered."""
+    """Number of times that a limit was lowered."""
     _running: MicroBatch | None = None
 
     def watched(self, parts: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
@@ -279,26 +281,26 @@ class PassSizes:
         lengths = self._running.unit_lengths()
         counted = " with a prompt in each" if self._running.shares_prompts else ""
         tokens, what = sum(lengths), f"a pass of {len(lengths)} sequence(s) or pairs, {sum(lengths)} tokens{counted},"
-        said = f"{what} does not fit the memory ({'with' if kind == 'train' else 'without'} gradients)"
+        failure = f"{what} does not fit the memory ({'with' if kind == 'train' else 'without'} gradients)"
         if len(lengths) == 1:
-            raise ResourceError(f"{said}, and cannot be cut: {_first_line(error)} {REMEDY}") from error
+            raise ResourceError(f"{failure}, and cannot be cut: {_first_line(error)} {REMEDY}") from error
         if not self.may_cut:
             raise ResourceError(
-                f"{said}, and trainer.recovery.split_on_out_of_memory=false: {_first_line(error)} Lower "
+                f"{failure}, and trainer.recovery.split_on_out_of_memory=false: {_first_line(error)} Lower "
                 "ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu (log_prob_... for log-probs)."
             ) from error
         limit = max(sum(lengths[unit] for unit in half) for half in _halves(range(len(lengths)), lengths))
         if not alone:
             raise PassTooLargeError(
-                f"{said}: {_first_line(error)} Other ranks wait for this one, so all are started again, with passes of "
-                f"at most {limit} tokens. To save the restart, lower ppo_micro_batch_size_per_gpu or "
+                f"{failure}: {_first_line(error)} Other ranks wait for this one, so all are started again, with passes "
+                f"of at most {limit} tokens. To save the restart, lower ppo_micro_batch_size_per_gpu or "
                 "ppo_max_token_len_per_gpu (log_prob_... for log-probs).",
                 kind,
                 limit,
             ) from error
         self.limits[kind] = limit
         self.cuts += 1
-        logger.warning("%s: from now on passes have at most %d tokens. %s", said, limit, _first_line(error))
+        logger.warning("%s: from now on passes have at most %d tokens. %s", failure, limit, _first_line(error))
         assert limit < tokens
 
 

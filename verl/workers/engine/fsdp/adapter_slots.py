@@ -36,12 +36,12 @@ NO_SLOT = -1
 
 @dataclass(frozen=True)
 class SlotPart:
-    """What this rank holds of one matrix of a slot's adapter."""
+    """Rows of one matrix of a slot's adapter, those that this rank has."""
 
     values: Tensor
     """A view into the engine's parameter: (rows, in) of A, or (rows, r) of B."""
     rows: slice
-    """Which rows of the slot's whole matrix these are."""
+    """Indices of these rows in the slot's full matrix."""
 
 
 @EngineRegistry.register("adapter_slots", ("fsdp", "fsdp2"))
@@ -53,7 +53,7 @@ class AdapterSlotsEngine(FSDPLanguageModelEngine):
 
     _factors: Tensor
     """(slots + 1, slots · R): by slot the factor of each row's product with A; the last row, for no slot, is 0."""
-    _of_tokens: Tensor | None = None
+    _token_factors: Tensor | None = None
     """(..., tokens, slots · R) factors in the running pass; None: the whole adapter is computed."""
 
     def divide_adapters(self, slots: int) -> None:
@@ -83,18 +83,18 @@ class AdapterSlotsEngine(FSDPLanguageModelEngine):
 
     def _select(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         """Set the products with rows of other slots to 0; a forward hook of each A."""
-        if self._of_tokens is None:
+        if self._token_factors is None:
             return None
         # Not a product with 0, which would be NaN where another slot's adapter overflows.
-        return torch.where(self._of_tokens != 0, output * self._of_tokens, 0.0).to(output.dtype)
+        return torch.where(self._token_factors != 0, output * self._token_factors, 0.0).to(output.dtype)
 
     def _inputs(self, part: MicroBatch) -> ModelInputs:
         inputs = super()._inputs(part)
         slots, mask = part.data.batch[SLOT], part.data.batch["attention_mask"].bool()
         rows = slots.unsqueeze(1).expand_as(mask)
-        of_tokens = rows[mask].unsqueeze(0) if inputs.packing is not None else rows[:, : inputs.input_ids.shape[1]]
+        token_slots = rows[mask].unsqueeze(0) if inputs.packing is not None else rows[:, : inputs.input_ids.shape[1]]
         # Until the next pass begins: layers are computed again in the backward pass.
-        self._of_tokens = self._factors[of_tokens.to(self.device)]
+        self._token_factors = self._factors[token_slots.to(self.device)]
         return inputs
 
     def parts(self, slot: int, rank: int | None = None, grad: bool = False) -> dict[str, SlotPart]:
@@ -106,7 +106,7 @@ class AdapterSlotsEngine(FSDPLanguageModelEngine):
             grad: return the gradients in place of the weights; those that are None are left out.
         """
         self._reshard()
-        found = {}
+        slot_parts = {}
         first, last = slot * self.slot_rank, slot * self.slot_rank + (self.slot_rank if rank is None else rank)
         for name, parameter in trained_parameters(self.model).items():
             tensor = parameter.grad if grad else parameter
@@ -120,16 +120,16 @@ class AdapterSlotsEngine(FSDPLanguageModelEngine):
             else:
                 assert name.endswith(LORA_B), name
                 part = SlotPart(local[:, first:last], slice(start, start + len(local)))
-            found[name.replace(".default.", ".")] = part
-        return found
+            slot_parts[name.replace(".default.", ".")] = part
+        return slot_parts
 
     def shapes(self, rank: int) -> dict[str, torch.Size]:
         """Return the shape of each whole matrix of an adapter of this rank, by the names of :meth:`parts`."""
         shapes = {}
         for name, parameter in trained_parameters(self.model).items():
             rows, columns = parameter.shape
-            of_slot = (rank, columns) if name.endswith(LORA_A) else (rows, rank)
-            shapes[name.replace(".default.", ".")] = torch.Size(of_slot)
+            slot_shape = (rank, columns) if name.endswith(LORA_A) else (rows, rank)
+            shapes[name.replace(".default.", ".")] = torch.Size(slot_shape)
         return shapes
 
     def whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -148,7 +148,7 @@ class FSDPEngine(ShardedModel):
             column.index_copy_(0, rows, inputs.scatter(values).to(column))
         if bsz is None:
             return
-        experts = inputs.of_all_tokens(choices.stacked(self.model.hf)).cpu()
+        experts = inputs.joined_expert_ids(choices.stacked(self.model.hf)).cpu()
         mask = part.data.batch["attention_mask"].bool().cpu()
         if ROUTING not in columns:
             free = unknown(experts.dtype)
@@ -174,7 +174,7 @@ class FSDPEngine(ShardedModel):
         loss_fn = as_loss_function(loss_fn)
         self._check_request(loss_fn.outputs, temperature)
         group, micro = self.get_data_parallel_group(), micro.shared_by(self.sequence_ranks)
-        totals = BatchTotals.of(batch, self.get_data_parallel_size(), self.device, group)
+        totals = BatchTotals.from_batch(batch, self.get_data_parallel_size(), self.device, group)
         self._set_runs_tower(batch)
 
         metrics, watch, load = MetricSum(totals), LossWatch(self.get_data_parallel_rank()), ExpertLoad()
@@ -250,8 +250,8 @@ class FSDPEngine(ShardedModel):
     ) -> tuple[dict[str, Tensor], Tensor, LossMetrics]:
         data, inputs = without_hidden(part.data), self._inputs(part)
         with self.routers.replayed(inputs.routed_experts):
-            kept = activations_on_cpu() if self.model_config.enable_activation_offload else nullcontext()
-            with kept, self.routers.watched(inputs.real) as choices:
+            offload = activations_on_cpu() if self.model_config.enable_activation_offload else nullcontext()
+            with offload, self.routers.watched(inputs.real) as choices:
                 flat = self.model(inputs, loss_fn.outputs, temperature, divergence=self.divergence)
             if not part.is_filler:
                 load.add(choices)
@@ -265,10 +265,10 @@ class FSDPEngine(ShardedModel):
                     # all ranks.
                     loss = loss + self.balance_weight * totals.dp_size * self.sequence_ranks * balance
                     if self.model_type == "language_model":
-                        of_sequences = balance.detach().clone()
+                        sequence_balance = balance.detach().clone()
                         if self.sequence_group is not None:
-                            dist.all_reduce(of_sequences, group=self.sequence_group)
-                        metrics = {**metrics, "moe/aux_loss": PartialSum(of_sequences)}
+                            dist.all_reduce(sequence_balance, group=self.sequence_group)
+                        metrics = {**metrics, "moe/aux_loss": PartialSum(sequence_balance)}
             if not loss.requires_grad:  # every rank must run the same backward collectives
                 loss = loss + 0.0 * torch.stack([column.sum() for column in columns.values()]).sum()
             (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()
@@ -331,13 +331,13 @@ class FSDPLanguageModelEngine(FSDPEngine):
         self._reshard()
         head = self.model.head
 
-        def whole(parameter: Tensor) -> Tensor:
-            kept = full_tensor(parameter, self.device, self.compute_dtype).to(self.device, self.compute_dtype)
-            is_shared = kept.untyped_storage().data_ptr() == local_rows(parameter)[0].untyped_storage().data_ptr()
-            return kept.clone() if is_shared and parameter.requires_grad else kept
+        def gather(parameter: Tensor) -> Tensor:
+            full = full_tensor(parameter, self.device, self.compute_dtype).to(self.device, self.compute_dtype)
+            is_shared = full.untyped_storage().data_ptr() == local_rows(parameter)[0].untyped_storage().data_ptr()
+            return full.clone() if is_shared and parameter.requires_grad else full
 
-        bias = None if head.bias is None else whole(head.bias)
-        return OutputMatrix(weight=whole(head.weight), bias=bias, rule=self.model.rule)
+        bias = None if head.bias is None else gather(head.bias)
+        return OutputMatrix(weight=gather(head.weight), bias=bias, rule=self.model.rule)
 
 
 @EngineRegistry.register("value_model", ("fsdp", "fsdp2"))

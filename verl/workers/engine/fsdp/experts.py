@@ -25,8 +25,8 @@ def balance_coefficient(config: PretrainedConfig, overrides: Mapping[str, Any]) 
         ConfigError: it is negative.
     """
     text = config.get_text_config()
-    asked = {**overrides, **(overrides.get("text_config") or {})}
-    if not asked.get(_SWITCH) and _COEFFICIENT not in asked:
+    settings = {**overrides, **(overrides.get("text_config") or {})}
+    if not settings.get(_SWITCH) and _COEFFICIENT not in settings:
         return 0.0
     weight = float(getattr(text, _COEFFICIENT, 0.0))
     if weight < 0:
@@ -46,8 +46,8 @@ class ExpertLoad:
     @torch.no_grad()
     def add(self, choices: Choices) -> None:
         """Count the tokens of one pass."""
-        for router, logits, chosen in choices:
-            counts = torch.bincount(chosen.flatten(), minlength=logits.shape[-1])
+        for router, logits, expert_ids in choices:
+            counts = torch.bincount(expert_ids.flatten(), minlength=logits.shape[-1])
             self._counts[router] = self._counts[router] + counts if router in self._counts else counts
 
     def total(self, *groups: dist.ProcessGroup | None) -> Tensor:
@@ -71,10 +71,10 @@ def load_metrics(counts: Tensor) -> dict[str, float]:
     # Without any token of a layer both are 0, not NaN.
     load = counts / counts.float().mean(dim=1, keepdim=True).clamp(min=1e-9)
     share = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
-    of_layers: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for layer, (largest, unused) in enumerate(zip(share.amax(1).tolist(), (counts == 0).sum(1).tolist(), strict=True)):
-        of_layers |= {f"moe/layer_{layer}/share_max": largest, f"moe/layer_{layer}/unused_experts": float(unused)}
-    return of_layers | {
+        metrics |= {f"moe/layer_{layer}/share_max": largest, f"moe/layer_{layer}/unused_experts": float(unused)}
+    return metrics | {
         "moe/load_max": float(load.max()),
         "moe/load_min": float(load.min()),
         "moe/unused_experts": float((counts == 0).sum()),

@@ -189,7 +189,7 @@ class PackingCheck:
             input_ids=torch.zeros_like(positions).masked_scatter(mask, tokens),
             position_ids=positions,
             attention_mask=None if packed else mask,
-            packing=Packing.of(lengths.tolist(), device) if packed else None,
+            packing=Packing.from_lengths(lengths.tolist(), device) if packed else None,
             take=mask.flatten().nonzero().flatten(),
             targets=tokens,
             rows=torch.zeros_like(tokens),
@@ -211,14 +211,19 @@ def shared_prompt_difference(
         the largest difference; None if it is rounding on every rank.
     """
     prompt, first, second = probe_sequences(model.hf.config, (3, 2, 3), device)
-    whole = [torch.cat([prompt, first]), torch.cat([prompt, second])]
-    ids = torch.cat(whole)
-    positions = torch.cat([torch.arange(len(part), device=device) for part in whole])
+    sequences = [torch.cat([prompt, first]), torch.cat([prompt, second])]
+    ids = torch.cat(sequences)
+    positions = torch.cat([torch.arange(len(part), device=device) for part in sequences])
     shared = [*range(5), *range(3), *range(5, 8)]  # the index of each of the 11 tokens among the 8 that are kept
-    kept = torch.tensor([*range(5), *range(8, 11)], device=device)
+    kept_indices = torch.tensor([*range(5), *range(8, 11)], device=device)
     passes = {
-        "apart": (ids, positions, Packing.of([5, 6], device), list(range(len(ids)))),
-        "shared": (ids[kept], positions[kept], Packing.continuing([3, 2, 3], [None, 0, 0], device), shared),
+        "apart": (ids, positions, Packing.from_lengths([5, 6], device), list(range(len(ids)))),
+        "shared": (
+            ids[kept_indices],
+            positions[kept_indices],
+            Packing.continuing([3, 2, 3], [None, 0, 0], device),
+            shared,
+        ),
     }
     output = "hidden" if model.head.out_features == 1 else "log_probs"
     actual: dict[str, Tensor] = {}

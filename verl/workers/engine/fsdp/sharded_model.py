@@ -268,7 +268,7 @@ class ShardedModel(BaseEngine):
 
     @property
     def has_adapters(self) -> bool:
-        """Whether LoRA adapters are trained in place of the model's weights."""
+        """True if LoRA adapters are trained instead of the model's weights."""
         return self.model_config.has_adapters and not self.engine_config.forward_only
 
     def disable_adapter(self) -> AbstractContextManager[None]:
@@ -465,4 +465,4 @@ class ShardedModel(BaseEngine):
         """Take the numbers of a checkpoint, which has none without ``extra``."""
         self.weight_version = int(numbers.get("weight_version", self.weight_version))
         if self.loss_scale is not None and numbers:
-            self.loss_scale = LossScale.of(numbers)
+            self.loss_scale = LossScale.from_checkpoint(numbers)

@@ -105,21 +105,21 @@ def mixed_precision(config: FSDPEngineConfig) -> MixedPrecisionPolicy:
     Raises:
         ConfigError: weights that are trained are stored in fp16, or their gradients summed in it; buffers not in fp32.
     """
-    chosen = config.mixed_precision
-    param_dtype = torch_dtype(chosen.param_dtype if chosen else config.dtype)
-    reduce_dtype = torch_dtype(chosen.reduce_dtype) if chosen else torch.float32
+    precision = config.mixed_precision
+    param_dtype = torch_dtype(precision.param_dtype if precision else config.dtype)
+    reduce_dtype = torch_dtype(precision.reduce_dtype) if precision else torch.float32
     if not config.forward_only and torch.float16 in (reduce_dtype, torch_dtype(config.model_dtype)):
         raise ConfigError(
             "fsdp_config.model_dtype=fp16 or mixed_precision.reduce_dtype=fp16: small updates of weights that are "
             "stored in fp16 are lost, and sums of gradients overflow. Set both to fp32; dtype=fp16 only computes in it."
         )
-    if chosen and torch_dtype(chosen.buffer_dtype) != torch.float32:
+    if precision and torch_dtype(precision.buffer_dtype) != torch.float32:
         raise ConfigError("fsdp_config.mixed_precision.buffer_dtype: buffers stay in fp32 under FSDP2; leave it fp32.")
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
 
 def needs_sharding(config: FSDPEngineConfig, mesh: DeviceMesh) -> bool:
-    """Whether FSDP is needed: for several ranks, for a compute format other than the stored one, or for its offload."""
+    """Return whether FSDP is needed: for several ranks, a compute format other than the stored one, or its offload."""
     one_format = mixed_precision(config).param_dtype == torch_dtype(config.model_dtype)
     return mesh.size() > 1 or not one_format or config.offload_policy
 
@@ -227,12 +227,12 @@ def fill(model: HeadedModel, source: InitialWeights | None, device: torch.device
     unfilled = set(state)
     while formats := _on_first_rank(None if source is None else partial(source.advance, state), device):
         for name, dtype in formats.items():
-            tensor, whole = state[name], None if source is None else source.part.pop(name)
+            tensor, full = state[name], None if source is None else source.part.pop(name)
             if isinstance(tensor, DTensor):
-                copy_into(tensor, whole, dtype)
+                copy_into(tensor, full, dtype)
             else:  # a persistent buffer, which every rank has whole
-                if whole is not None:
-                    tensor.copy_(whole)
+                if full is not None:
+                    tensor.copy_(full)
                 dist.broadcast(tensor, src=0)
         unfilled -= formats.keys()
     if unfilled:
@@ -297,14 +297,14 @@ def copy_into(parameter: DTensor, full: Tensor | None, dtype: torch.dtype) -> No
     # Sent in the narrower format; the ranks convert their parts.
     sent = min(dtype, parameter.dtype, key=lambda each: each.itemsize)
     if full is None:
-        whole = torch.empty(parameter.shape, dtype=sent, device=mesh.device_type)
+        buffer = torch.empty(parameter.shape, dtype=sent, device=mesh.device_type)
     else:
-        whole = full.detach().to(device=mesh.device_type, dtype=sent)
+        buffer = full.detach().to(device=mesh.device_type, dtype=sent)
     if mesh.size() == dist.get_world_size() and len(parts_of_ranks(parameter)) < 2:
-        part = distribute_tensor(whole, mesh, parameter.placements).to_local()
+        part = distribute_tensor(buffer, mesh, parameter.placements).to_local()
     else:  # rank 0 is in no group that could scatter, or rows and columns are divided
-        dist.broadcast(whole, src=0)
+        dist.broadcast(buffer, src=0)
         local, first = local_part(parameter)
-        part = whole[tuple(slice(start, start + size) for start, size in zip(first, local.shape, strict=True))]
+        part = buffer[tuple(slice(start, start + size) for start, size in zip(first, local.shape, strict=True))]
     with torch.no_grad():
         parameter.to_local().copy_(part)

@@ -78,31 +78,31 @@ def divide_layers(model: HeadedModel, mesh: DeviceMesh, adapters: Mapping[str, A
     _check_adapters(adapters)
     ties = _ties(model)
     prefix = f"{model.backbone_name}." if model.vision is None else f"{model.backbone_name}.language_model."
-    plan = {prefix + path: word for path, word in _of_modules(_plan(model.hf.config.get_text_config())).items()}
+    plan = {prefix + path: word for path, word in _without_experts(_plan(model.hf.config.get_text_config())).items()}
     styles, vocab_size = _styles(), model.hf.config.get_text_config().vocab_size
-    chosen: dict[str, ParallelStyle] = {}
+    layer_styles: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         word = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", own_name(name)))
         if word is not None and name in adapters:
-            chosen |= _of_adapter(name, word)
+            layer_styles |= _adapter_styles(name, word)
         elif word is not None:
-            chosen[name] = styles[word]
+            layer_styles[name] = styles[word]
         elif isinstance(module, nn.Embedding) and module.num_embeddings == vocab_size and TOWER not in name.split("."):
-            chosen[name] = _OverVocabulary()
+            layer_styles[name] = _OverVocabulary()
     if model.head.out_features > 1:
         # Passes compute the head by its weight; its own forward serves checks of the model.
-        chosen[model.head_name] = ColwiseParallel(output_layouts=Replicate())
-    columns = Counter(own_name(name).rpartition(".")[0] for name, s in chosen.items() if s is styles["colwise"])
+        layer_styles[model.head_name] = ColwiseParallel(output_layouts=Replicate())
+    columns = Counter(own_name(name).rpartition(".")[0] for name, s in layer_styles.items() if s is styles["colwise"])
     for parent in columns:
-        _check_whole(model, parent, chosen)
-    parallelize_module(model, mesh, chosen)
+        _check_plan_complete(model, parent, layer_styles)
+    parallelize_module(model, mesh, layer_styles)
     for parent, count in columns.items():
         if count > 1:
             # One sum of gradients over the ranks in place of one for each matrix.
             _share_input(model.get_submodule(parent), mesh)
-    for first, *others in ties:
+    for first, *tied_names in ties:
         weight = model.get_parameter(first)
-        for name in others:
+        for name in tied_names:
             module, _, entry = name.rpartition(".")
             model.get_submodule(module).register_parameter(entry, weight)  # type: ignore[arg-type]
 
@@ -128,12 +128,12 @@ def divided_sizes(plan: Mapping[str, str], entry: Callable[[str], object]) -> di
 
 def _plan(config: PretrainedConfig) -> Mapping[str, str]:
     # The language models of Qwen3-VL have the layers of Qwen3, and Transformers' plans lack them, or norms of heads.
-    of_texts = {"qwen3_vl_text": Qwen3Config, "qwen3_vl_moe_text": Qwen3MoeConfig}
-    source = of_texts.get(config.model_type, config)
+    text_configs = {"qwen3_vl_text": Qwen3Config, "qwen3_vl_moe_text": Qwen3MoeConfig}
+    source = text_configs.get(config.model_type, config)
     return getattr(source, "base_model_tp_plan", None) or {}
 
 
-def _of_modules(plan: Mapping[str, str]) -> dict[str, str]:
+def _without_experts(plan: Mapping[str, str]) -> dict[str, str]:
     """Return the entries of a plan without those of single matrices of experts."""
     return {path: word for path, word in plan.items() if ".experts." not in path}
 
@@ -145,18 +145,18 @@ def _check_adapters(adapters: Mapping[str, object]) -> None:
             f"{_KEY}: the adapters are of DoRA (model.lora.use_dora), which needs the norms of rows of whole matrices. "
             f"{remedy}"
         )
-    if of_experts := [name for name, layer in adapters.items() if is_of_experts(layer)]:
+    if expert_layers := [name for name, layer in adapters.items() if is_of_experts(layer)]:
         raise ConfigError(
-            f"{_KEY}: {own_name(of_experts[0])} has adapters of experts (model.lora.target_parameters), which are not "
-            f"divided. {remedy}"
+            f"{_KEY}: {own_name(expert_layers[0])} has adapters of experts (model.lora.target_parameters), which are "
+            f"not divided. {remedy}"
         )
 
 
-def _of_adapter(layer: str, word: str) -> dict[str, ParallelStyle]:
+def _adapter_styles(layer: str, word: str) -> dict[str, ParallelStyle]:
     """Return the styles of A and B beside a matrix with the style ``word``; a B that stays whole has none."""
     down, up = (f"{layer}{ending}".removesuffix(".weight") for ending in (LORA_A, LORA_B))
     if word.startswith("colwise"):
-        return {down: _Whole(sums_input=True), up: _AdapterRows(gathers=word != "colwise")}
+        return {down: _Replicated(sums_input=True), up: _AdapterRows(gathers=word != "colwise")}
     return {down: _styles()[word]}
 
 
@@ -169,12 +169,12 @@ def _styles() -> dict[str, ParallelStyle]:
         "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
         "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
         "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
-        "replicated_with_grad_allreduce": _Whole(),
+        "replicated_with_grad_allreduce": _Replicated(),
         _EXPERTS: _Experts(),
     }
 
 
-class _Whole(ParallelStyle):
+class _Replicated(ParallelStyle):
     """A module whose whole weights each rank applies for its own heads: their gradients are sums over the ranks.
 
     Args:
@@ -216,7 +216,7 @@ class _AdapterRows(ParallelStyle):
         _distribute(module, device_mesh, Shard(0))
         forward = module.forward
 
-        def of_rows(input: Tensor) -> Tensor:
+        def forward_rows(input: Tensor) -> Tensor:
             with _local_weights(module, Shard(0)):
                 output = forward(input)
             if not self._gathers:
@@ -224,7 +224,7 @@ class _AdapterRows(ParallelStyle):
             part = DTensor.from_local(output, device_mesh, [Shard(output.dim() - 1)], run_check=False)
             return part.redistribute(placements=[Replicate()]).to_local()
 
-        module.forward = of_rows
+        module.forward = forward_rows
         return module
 
 
@@ -238,18 +238,18 @@ class _Experts(ParallelStyle):
         use_some_experts(module, count)
         forward = module.forward
 
-        def of_tokens(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        def forward_local(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             is_here = (top_k_index >= first) & (top_k_index < first + count)
-            chosen = torch.where(is_here, top_k_index - first, count)
+            local_ids = torch.where(is_here, top_k_index - first, count)
             hidden, weights = (with_summed_gradient(x, device_mesh) for x in (hidden_states, top_k_weights))
             with _local_weights(module, Shard(0)):
-                term = forward(hidden, chosen, torch.where(is_here, weights, 0.0))
+                term = forward(hidden, local_ids, torch.where(is_here, weights, 0.0))
                 # All ranks have a gradient of their experts, also where no token goes to them.
                 term = term + sum(weight.flatten()[:0].sum() for weight in module.parameters(recurse=False))
             total = DTensor.from_local(term, device_mesh, [Partial()], run_check=False)
             return total.redistribute(placements=[Replicate()]).to_local()
 
-        module.forward = of_tokens
+        module.forward = forward_local
         return module
 
 
@@ -325,17 +325,17 @@ def _share_input(module: nn.Module, mesh: DeviceMesh) -> None:
     module.register_forward_pre_hook(share, with_kwargs=True)
 
 
-def _check_whole(model: HeadedModel, parent: str, chosen: Collection[str]) -> None:
+def _check_plan_complete(model: HeadedModel, parent: str, planned: Collection[str]) -> None:
     """Check that the plan names each weight beside matrices whose columns are divided: it sees a part of their output.
 
     Args:
         model: of which ``parent`` is a module, an attention or a feed-forward layer.
         parent: its name.
-        chosen: names of modules in the plan.
+        planned: names of modules in the plan.
     """
     for name, _ in model.get_submodule(parent).named_parameters():
         module = f"{parent}.{name}".rpartition(".")[0]
-        if module not in chosen and not is_adapter(name):
+        if module not in planned and not is_adapter(name):
             raise ConfigError(
                 f"{_KEY}: Transformers' plan for {type(model.hf).__name__} divides matrices of {parent} and says "
                 f"nothing of {parent}.{name}, which would get a wrong gradient. Set {_KEY}=1, or use "

@@ -52,8 +52,8 @@ BASE, LORA_A, LORA_B = ".base_layer.weight", f".lora_A.{_ADAPTER}.weight", f".lo
 _MAGNITUDE = f".lora_magnitude_vector.{_ADAPTER}.weight"  # m of DoRA (arXiv:2402.09353), one number for each row of W
 _TASKS = {"lm_head": "CAUSAL_LM", "score": "TOKEN_CLS"}  # head: peft's name of the task
 _HEADS_OF_PEFT = {"classifier", "score"}  # those that peft saves of a model that classifies, whether it has both or one
-# Of a model whose experts are joined peft takes these names for those of the experts, wherever the layers stand.
-_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj")
+# In a model that stores its experts joined, peft takes any layer with one of these names for an expert.
+_EXPERT_LAYERS = ("gate", "gate_proj", "up_proj", "down_proj")
 # What another adapter may have and merging or FSDP2 would get wrong: setting of its config -> the value allowed.
 _PLAIN = {
     "bias": "none",
@@ -100,17 +100,17 @@ def add_adapters(hf: PreTrainedModel, head_name: str, config: HFModelConfig, wit
     Raises:
         ConfigError: an adapter would be bound to no layer, or to one that is not linear; the message lists the layers.
     """
-    chosen = _config_in(config) if config.lora_adapter_path else _new_config(config)
-    chosen.task_type = _TASKS[head_name]
+    lora = _config_in(config) if config.lora_adapter_path else _new_config(config)
+    lora.task_type = _TASKS[head_name]
     linear = _linear_layers(hf, head_name)
-    if chosen.target_modules == ALL_LINEAR:
-        chosen.target_modules = _endings(linear)
-    _restrict_to_language_model(hf, chosen, linear)
+    if lora.target_modules == ALL_LINEAR:
+        lora.target_modules = _endings(linear)
+    _restrict_to_language_model(hf, lora, linear)
     try:
-        peft().inject_adapter_in_model(chosen, hf)
+        peft().inject_adapter_in_model(lora, hf)
     except ValueError as error:
         raise ConfigError(f"{_settings(config)}: {error} {_known_layers(linear)}") from error
-    _check_bound(hf, chosen, head_name, linear, config)
+    _check_bound(hf, lora, head_name, linear, config)
     for name, parameter in hf.named_parameters():
         parameter.requires_grad_(".lora_" in name or (head_name != "lm_head" and name.startswith(f"{head_name}.")))
         if parameter.requires_grad and parameter.dtype.itemsize < 4:
@@ -139,8 +139,8 @@ def first_factor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def _new_config(config: HFModelConfig) -> LoraConfig:
-    def names(chosen: str | tuple[str, ...] | None) -> str | list[str] | None:
-        return list(chosen) if isinstance(chosen, tuple) else chosen
+    def names(setting: str | tuple[str, ...] | None) -> str | list[str] | None:
+        return list(setting) if isinstance(setting, tuple) else setting
 
     return peft().LoraConfig(
         r=config.lora_rank,
@@ -198,7 +198,7 @@ def _linear_layers(hf: PreTrainedModel, head_name: str) -> list[str]:
     """Return the linear layers that may have adapters: below the head, outside of a vision tower and of experts."""
     linear = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear) and name != head_name]
     linear = [name for name in linear if not _in_tower(name)]
-    return [name for name in linear if name.rsplit(".", 1)[-1] not in _OF_EXPERTS] if _joined_experts(hf) else linear
+    return [name for name in linear if name.rsplit(".", 1)[-1] not in _EXPERT_LAYERS] if _joined_experts(hf) else linear
 
 
 def _joined_experts(hf: nn.Module) -> list[str]:
@@ -207,7 +207,7 @@ def _joined_experts(hf: nn.Module) -> list[str]:
 
 
 def is_of_experts(layer: object) -> bool:
-    """Whether one of the :func:`adapter_layers` adapts a parameter of a module in place of a linear layer."""
+    """Return whether one of the :func:`adapter_layers` adapts a module's parameter instead of a linear layer."""
     return isinstance(layer, peft().tuners.lora.ParamWrapper)
 
 
@@ -220,13 +220,13 @@ def _in_tower(name: str) -> bool:
     return TOWER in name.split(".")
 
 
-def _restrict_to_language_model(hf: PreTrainedModel, chosen: LoraConfig, linear: Sequence[str]) -> None:
+def _restrict_to_language_model(hf: PreTrainedModel, lora: LoraConfig, linear: Sequence[str]) -> None:
     """Replace endings of names by whole names, as layers of a vision tower may have the same endings."""
-    if not isinstance(chosen.target_modules, (set, list)) or not any(_in_tower(name) for name, _ in hf.named_modules()):
+    if not isinstance(lora.target_modules, (set, list)) or not any(_in_tower(name) for name, _ in hf.named_modules()):
         return
-    endings = set(chosen.target_modules)
+    endings = set(lora.target_modules)
     names = [n for n in linear if any(n == e or n.endswith(f".{e}") for e in endings)]
-    chosen.target_modules = names or sorted(endings)
+    lora.target_modules = names or sorted(endings)
 
 
 def _endings(names: Sequence[str]) -> list[str]:
@@ -253,7 +253,7 @@ def _known_layers(linear: Sequence[str]) -> str:
 
 
 def _check_bound(
-    hf: PreTrainedModel, chosen: LoraConfig, head_name: str, linear: Sequence[str], config: HFModelConfig
+    hf: PreTrainedModel, lora: LoraConfig, head_name: str, linear: Sequence[str], config: HFModelConfig
 ) -> None:
     bound = adapter_layers(hf)
     if tower := [name for name in bound if _in_tower(name)]:
@@ -261,50 +261,52 @@ def _check_bound(
             f"{_settings(config)} gives adapters to {tower[0]}, a layer of the vision tower; adapters are for the "
             f"language model alone. {_known_layers(linear)}"
         )
-    _check_experts(hf, chosen, bound, config)
-    others = {name: layer for name, layer in bound.items() if not is_of_experts(layer)}
-    other = [name for name, layer in others.items() if name == head_name or not isinstance(layer.base_layer, nn.Linear)]
+    _check_experts(hf, lora, bound, config)
+    adapted = {name: layer for name, layer in bound.items() if not is_of_experts(layer)}
+    other = [
+        name for name, layer in adapted.items() if name == head_name or not isinstance(layer.base_layer, nn.Linear)
+    ]
     if other:
         raise ConfigError(
             f"{_settings(config)} gives adapters to {', '.join(other[:3])}, which is no linear layer below the head. "
             f"{_known_layers(linear)}"
         )
-    wanted = chosen.target_modules if isinstance(chosen.target_modules, (set, list)) else ()
-    known = {*bound, *(linear if chosen.exclude_modules else ())}  # all layers of an ending may be excluded
-    unbound = sorted(w for w in wanted if not any(name == w or name.endswith(f".{w}") for name in known))
+    endings = lora.target_modules if isinstance(lora.target_modules, (set, list)) else ()
+    layer_names = {*bound, *(linear if lora.exclude_modules else ())}  # all layers of an ending may be excluded
+    unbound = sorted(w for w in endings if not any(name == w or name.endswith(f".{w}") for name in layer_names))
     if unbound or not bound:
         named = f" has no layer for {', '.join(unbound)}" if unbound else " binds adapters to no layer"
         raise ConfigError(f"{_settings(config)}: {type(hf).__name__}{named}. {_known_layers(linear)}")
 
 
-def _check_experts(hf: PreTrainedModel, chosen: LoraConfig, bound: Mapping[str, Any], config: HFModelConfig) -> None:
+def _check_experts(hf: PreTrainedModel, lora: LoraConfig, bound: Mapping[str, Any], config: HFModelConfig) -> None:
     """Refuse adapters of parameters other than weights (experts, out, in), and endings that name none."""
     joined = _joined_experts(hf)
     endings_of_joined = sorted({name.rsplit(".", 1)[-1] for name in joined})
-    known = f"Its weights of several experts are {', '.join(endings_of_joined) or 'none'}."
+    choices = f"Its weights of several experts are {', '.join(endings_of_joined) or 'none'}."
     expert_weights = [(_target(name, layer).weight, layer) for name, layer in bound.items() if is_of_experts(layer)]
     for weight, layer in expert_weights:
         if weight not in joined or getattr(layer.get_base_layer(), "is_transposed", False):
             raise ConfigError(
                 f"{_settings(config)} gives adapters to {weight} of {type(hf).__name__}, which is no weight "
-                f"(experts, out, in). {known}"
+                f"(experts, out, in). {choices}"
             )
-    endings = sorted(chosen.target_parameters or ())
+    endings = sorted(lora.target_parameters or ())
     if absent := [
         ending for ending in endings if not any(f".{weight}".endswith(f".{ending}") for weight, _ in expert_weights)
     ]:
-        raise ConfigError(f"{_settings(config)}: {type(hf).__name__} has no {', '.join(absent)}. {known}")
+        raise ConfigError(f"{_settings(config)}: {type(hf).__name__} has no {', '.join(absent)}. {choices}")
 
 
 def _log_trained(hf: PreTrainedModel) -> None:
     """Log how much is trained, and which weights of several experts are not."""
     trained = sum(p.numel() for p in hf.parameters() if p.requires_grad)
     layers = adapter_layers(hf)
-    whole = sum(p.numel() for p in hf.parameters())
-    logger.info("LoRA: %d layers have adapters; %d of %d parameters are trained", len(layers), trained, whole)
+    total = sum(p.numel() for p in hf.parameters())
+    logger.info("LoRA: %d layers have adapters; %d of %d parameters are trained", len(layers), trained, total)
     if experts := _joined_experts(hf):
         linear = [f"{name}.weight" for name, module in hf.named_modules() if isinstance(module, nn.Linear)]
-        dense = [own_name(name) for name in linear if name.split(".")[-2] in _OF_EXPERTS]
+        dense = [own_name(name) for name in linear if name.split(".")[-2] in _EXPERT_LAYERS]
         adapted = {target.weight for target in targets_of(layers).values()}
         if rest := [name for name in (*experts, *dense) if name not in adapted]:
             logger.warning(
@@ -362,15 +364,15 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a weight of a model with adapters belongs to one."""
+    """Return whether a weight of a model with adapters belongs to an adapter."""
     return ".lora_" in name
 
 
 def require_linear(layers: Mapping[str, object]) -> None:
     """Raise ConfigError if adapters are on experts, which engines that apply adapters by themselves do not know."""
-    if of_experts := [name for name, layer in layers.items() if is_of_experts(layer)]:
+    if expert_layers := [name for name, layer in layers.items() if is_of_experts(layer)]:
         raise ConfigError(
-            f"rollout.merge_adapters=false: {of_experts[0]} has adapters of experts, and the rollout engine applies "
+            f"rollout.merge_adapters=false: {expert_layers[0]} has adapters of experts, and the rollout engine applies "
             "those of linear layers alone. Set merge_adapters=true."
         )
 
@@ -448,7 +450,7 @@ def merged(weights: Iterable[tuple[str, Tensor]], targets: Mapping[str, AdapterT
         weights by the names of the model without adapters. Merged ones are new tensors in the wider of the formats
         of base and adapter.
     """
-    scales = {one.weight: one.scale for one in targets.values()}
+    scales = {target.weight: target.scale for target in targets.values()}
     module, adapters = "", dict[str, dict[str, Tensor]]()  # the current module, and the parts of its adapted weights
     for name, tensor in weights:
         model_name = own_name(name)
@@ -473,10 +475,10 @@ def _merge(parts: Mapping[str, Tensor], scale: float) -> Tensor:
         down = down.view(len(base), -1, down.shape[1])  # (experts, r, in)
         up = up.view(len(up), -1, len(base)).permute(2, 0, 1)  # (experts, out, r)
         return torch.baddbmm(base, up, down, alpha=scale)
-    whole = torch.addmm(base, up, down, alpha=scale)
+    weight = torch.addmm(base, up, down, alpha=scale)
     if (magnitude := parts.get(_MAGNITUDE)) is None:
-        return whole
-    return whole * (magnitude.to(dtype) / whole.norm(dim=1)).unsqueeze(1)
+        return weight
+    return weight * (magnitude.to(dtype) / weight.norm(dim=1)).unsqueeze(1)
 
 
 def base_of(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

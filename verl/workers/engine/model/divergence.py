@@ -31,7 +31,7 @@ class OutputMatrix:
     bias: Tensor | None
     """(V,), or None."""
     rule: LogitRule
-    """What the model applies to the projection's result."""
+    """Transformation of the projection's result: scale and soft cap."""
     temperature: float = 1.0
     """Divisor of the logits."""
 
@@ -230,8 +230,8 @@ def _teacher_logits(hidden: Tensor, teacher: OutputMatrix, ids: slice, dtype: to
     """Compute the teacher's logits over temperature; rows of ``hidden`` are as wide as those of the widest teacher."""
     weight = teacher.weight[ids]
     bias = None if teacher.bias is None else teacher.bias[ids]
-    chosen = hidden[:, : weight.shape[1]].to(weight.dtype)
-    return logits_of(chosen, weight, bias, teacher.rule, dtype).div_(teacher.temperature)
+    states = hidden[:, : weight.shape[1]].to(weight.dtype)
+    return logits_of(states, weight, bias, teacher.rule, dtype).div_(teacher.temperature)
 
 
 def _largest_and_log_z(a: Tensor, b: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -76,7 +76,7 @@ class WeightFiles:
     tensors: dict[str, dict[str, Tensor]]
     """Weights in CPU memory, by the name of the file and their name in it."""
     index: dict[str, object] | None
-    """Which file has which weight, over all ranks; None if there is one file."""
+    """Map from each weight to its file, over all ranks; None if there is one file."""
 
     @classmethod
     def collect(
@@ -144,8 +144,8 @@ def write_in_turn(
     held, as_stored = dict[str, Tensor](), dict[str, Tensor]()
     held_index = file_index = 0
 
-    def write(index: int, weights: dict[str, Tensor], others: dict[str, Tensor]) -> None:
-        sizes[index] = _save(names_on_disk(model.hf, weights) | others, folder / _unfinished(index))
+    def write(index: int, weights: dict[str, Tensor], stored_weights: dict[str, Tensor]) -> None:
+        sizes[index] = _save(names_on_disk(model.hf, weights) | stored_weights, folder / _unfinished(index))
 
     with ThreadPoolExecutor(1, "export") as writer:
         writes: list[Future[None]] = [writer.submit(folder.mkdir, parents=True, exist_ok=True)]
@@ -161,14 +161,14 @@ def write_in_turn(
         if held or as_stored:
             writes.append(writer.submit(write, held_index, held, as_stored))
     with on_all_ranks("export the model"):
-        for one in writes:
-            one.result()
-    of_all = _gathered(sizes)
+        for pending in writes:
+            pending.result()
+    all_sizes = _gathered(sizes)
     with on_all_ranks("export the model"):
         for index in sizes:  # how many there are is in each name
             (folder / _unfinished(index)).rename(folder / _file_name(index, file_index + 1))
         if file_index and rank == 0:
-            _write_index(_index_of(of_all, file_index + 1), folder)
+            _write_index(_index_of(all_sizes, file_index + 1), folder)
 
 
 def write_in_files(
@@ -231,9 +231,9 @@ def _sizes_of(weights: Mapping[str, Tensor]) -> Sizes:
 
 def _gathered(sizes: dict[int, Sizes]) -> dict[int, Sizes]:
     """Return the sizes in the files of all ranks, in the order of the files. Collective."""
-    of_ranks: list[dict[int, Sizes]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, sizes)
-    return dict(sorted(pair for part in of_ranks for pair in part.items()))
+    rank_sizes: list[dict[int, Sizes]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(rank_sizes, sizes)
+    return dict(sorted(pair for part in rank_sizes for pair in part.items()))
 
 
 def _unit_of(name: str) -> str:

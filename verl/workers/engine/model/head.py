@@ -41,7 +41,7 @@ class LogitRule:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> LogitRule:
+    def from_config(cls, config: PretrainedConfig) -> LogitRule:
         """Read the rule from a Transformers config (Gemma's soft cap, Cohere's and Granite's scale)."""
         text = config.get_text_config()
         scale = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0
@@ -68,7 +68,7 @@ PLAIN_LOGITS = LogitRule()
 
 
 class TopTokens(NamedTuple):
-    """How many of the most likely tokens are returned, and of which ids."""
+    """Number of the most likely tokens that are returned, and the ids that they are taken from."""
 
     count: int
     below: int | None = None
@@ -124,9 +124,9 @@ def token_log_probs(
     With ``candidates`` (N, K), token ids, also log p of each of them, differentiable. With ``top`` also the most
     likely tokens.
     """
-    wanted = Wanted(with_entropy, with_sum_pi_squared, candidates is not None, top)
-    settings = temperature, wanted, rule, chunk_rows(weight, chunk_elements)
-    return wanted.statistics(_TokenLogProbs.apply(hidden, weight, bias, stacked(targets, candidates), settings))  # type: ignore[misc]
+    request = StatisticsRequest(with_entropy, with_sum_pi_squared, candidates is not None, top)
+    settings = temperature, request, rule, chunk_rows(weight, chunk_elements)
+    return request.statistics(_TokenLogProbs.apply(hidden, weight, bias, stacked(targets, candidates), settings))  # type: ignore[misc]
 
 
 def over_kept(full: TokenStatistics, kept_ids: Tensor) -> TokenStatistics:
@@ -148,8 +148,8 @@ def over_kept(full: TokenStatistics, kept_ids: Tensor) -> TokenStatistics:
     return full._replace(log_probs=full.log_probs - log_mass, topk_log_probs=None, agreement=None)
 
 
-class Wanted(NamedTuple):
-    """What is computed beside the log-probs of targets."""
+class StatisticsRequest(NamedTuple):
+    """Statistics that are computed beside the log-probs of targets."""
 
     entropy: bool
     sum_pi_squared: bool
@@ -184,35 +184,35 @@ class _TokenLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        settings: tuple[float, Wanted, LogitRule, int],
+        settings: tuple[float, StatisticsRequest, LogitRule, int],
     ) -> tuple[Tensor, ...]:
-        temperature, wanted, rule, rows = settings
+        temperature, request, rule, rows = settings
         wide = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = hidden.new_empty(targets.shape, dtype=wide)
         log_z, entropy, squares, agreement = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(4))
-        top_ids = targets.new_empty(len(hidden), wanted.top.count)
+        top_ids = targets.new_empty(len(hidden), request.top.count)
         top_log_probs = log_probs.new_empty(top_ids.shape)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = logits_of(hidden[part], weight, bias, rule, wide).div_(temperature)
             log_z[part] = logits.logsumexp(-1)
-            chosen = logits.gather(-1, targets[part])
-            log_probs[part] = chosen - log_z[part].unsqueeze(-1)
-            if wanted.candidates:
-                agreement[part] = (chosen[:, 1] == logits.amax(-1)).to(wide)
-            if wanted.top.count:
-                values, top_ids[part] = logits.topk(wanted.top.count)
+            target_logits = logits.gather(-1, targets[part])
+            log_probs[part] = target_logits - log_z[part].unsqueeze(-1)
+            if request.candidates:
+                agreement[part] = (target_logits[:, 1] == logits.amax(-1)).to(wide)
+            if request.top.count:
+                values, top_ids[part] = logits.topk(request.top.count)
                 top_log_probs[part] = values - log_z[part].unsqueeze(-1)
-            if wanted.sum_pi_squared:
+            if request.sum_pi_squared:
                 # Σ p² = Z(2z) / Z(z)² with Z(z) = Σ exp z, computed in log space so that it cannot overflow.
                 squares[part] = (logits.mul(2).logsumexp(-1) - 2 * log_z[part]).exp()
-            if wanted.entropy:
+            if request.entropy:
                 logits.sub_(log_z[part].unsqueeze(-1))
                 entropy[part] = -(logits.exp().mul_(logits)).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy)
         ctx.settings = temperature, rule, rows, wide
         ctx.set_materialize_grads(False)
-        if not wanted.entropy:
+        if not request.entropy:
             entropy = entropy.new_empty(0)
             ctx.mark_non_differentiable(entropy)
         ctx.mark_non_differentiable(squares, agreement, top_ids, top_log_probs)

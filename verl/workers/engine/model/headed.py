@@ -105,7 +105,7 @@ class HeadedModel(nn.Module):
         self.head_name = head_name
         self.add_module(self.backbone_name, hf.base_model)
         self.add_module(head_name, getattr(hf, head_name))
-        self.rule = LogitRule.of(hf.config)
+        self.rule = LogitRule.from_config(hf.config)
         self.vision = VisionConfig.of(hf.config)
         """Settings for passes with images; None for a model of text."""
 
@@ -151,13 +151,13 @@ class HeadedModel(nn.Module):
             hidden = backbone(**arguments).last_hidden_state
         else:
             hidden = hidden_states(backbone, arguments, inputs.images)
-        chosen = hidden.flatten(0, 1).index_select(0, inputs.take)  # (N, hidden), or this rank's of them
-        columns = self._at(chosen, inputs, outputs, temperature, top, divergence)
+        states = hidden.flatten(0, 1).index_select(0, inputs.take)  # (N, hidden), or this rank's of them
+        columns = self._at(states, inputs, outputs, temperature, top, divergence)
         return columns if inputs.share is None else {name: inputs.share.collect(x) for name, x in columns.items()}
 
     def _at(
         self,
-        chosen: Tensor,
+        states: Tensor,
         inputs: ModelInputs,
         outputs: frozenset[str],
         temperature: float,
@@ -167,35 +167,35 @@ class HeadedModel(nn.Module):
         """Compute ``outputs`` from the hidden states of the chosen tokens, (n, hidden)."""
         head, rule = self.head, self.rule
         if head.out_features == 1 and outputs != {"hidden"}:
-            scalars: dict[str, Any] = dict.fromkeys(outputs, head(chosen).squeeze(-1).float())
+            scalars: dict[str, Any] = dict.fromkeys(outputs, head(states).squeeze(-1).float())
             return scalars
 
         weight, bias, group = head.weight, head.bias, None
         size = min(head.out_features, top.below or head.out_features)
-        hidden = chosen
+        hidden = states
         if isinstance(weight, DTensor):  # divided over tensor-parallel ranks
-            group, hidden = weight.device_mesh.get_group(), with_summed_gradient(chosen, weight.device_mesh)
+            group, hidden = weight.device_mesh.get_group(), with_summed_gradient(states, weight.device_mesh)
             weight, bias = vocabulary_rows(weight), vocabulary_rows(bias) if isinstance(bias, DTensor) else None
 
         elif size < len(weight):
             weight, bias = weight[:size], None if bias is None else bias[:size]
 
-        def statistics(**wanted: Any) -> TokenStatistics:
+        def statistics(**settings: Any) -> TokenStatistics:
             if inputs.kept_ids is not None:
-                wanted |= {"candidates": inputs.kept_ids.clamp(min=0)}
-            wanted |= {"bias": bias, "rule": rule, "temperature": temperature}
+                settings |= {"candidates": inputs.kept_ids.clamp(min=0)}
+            settings |= {"bias": bias, "rule": rule, "temperature": temperature}
             if group is None:
-                full = token_log_probs(hidden, weight, targets=inputs.targets, **wanted)
+                full = token_log_probs(hidden, weight, targets=inputs.targets, **settings)
             else:
-                full = vocab_parallel_log_probs(hidden, weight, inputs.targets, group, size, **wanted)
+                full = vocab_parallel_log_probs(hidden, weight, inputs.targets, group, size, **settings)
             return full if inputs.kept_ids is None else over_kept(full, inputs.kept_ids)
 
         def from_teachers() -> DivergenceStatistics:
             policy = OutputMatrix(weight=weight, bias=bias, rule=rule, temperature=temperature)
-            of_teachers = inputs.teacher_hidden, inputs.teacher_index
-            return vocabulary_divergence(hidden, policy, *of_teachers, divergence, group=group, vocab_size=size)
+            teachers = inputs.teacher_hidden, inputs.teacher_index
+            return vocabulary_divergence(hidden, policy, *teachers, divergence, group=group, vocab_size=size)
 
-        return language_outputs(outputs, chosen, statistics, inputs.topk_ids, top, from_teachers)
+        return language_outputs(outputs, states, statistics, inputs.topk_ids, top, from_teachers)
 
 
 def check_sequence_sharing(config: PretrainedConfig, ranks: int) -> None:
@@ -285,13 +285,13 @@ def _replace_backbone(hf: PreTrainedModel, backbone_class: type[PreTrainedModel]
 def _freeze(hf: PreTrainedModel, parts: Sequence[str]) -> None:
     """Exclude the weights of modules from training whose names have one of ``parts``."""
     for part in parts:
-        chosen = [weight for name, weight in hf.named_parameters() if part in name.split(".")]
-        if not chosen:
+        weights = [weight for name, weight in hf.named_parameters() if part in name.split(".")]
+        if not weights:
             raise ConfigError(
                 f"{type(hf).__name__} has no '{part}' whose weights could be frozen: it is a model of text. Set "
                 "freeze_vision_tower=false."
             )
-        for weight in chosen:
+        for weight in weights:
             weight.requires_grad_(False)
 
 

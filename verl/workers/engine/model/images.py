@@ -18,7 +18,7 @@ COLUMN = "multi_modal_inputs"
 
 
 def has_images(batch: DataProto) -> bool:
-    """Whether a row of a batch has an image."""
+    """Return whether any row of a batch has an image."""
     return any(IMAGE_INPUTS[0] in row for row in batch.non_tensor_batch.get(COLUMN, ()))
 
 
@@ -40,11 +40,11 @@ def image_places(batch: DataProto, vision: VisionConfig) -> Tensor:
     inputs: Sequence[Mapping[str, Tensor]] = () if rows is None else list(rows)
     places = image_tokens(columns["input_ids"], columns["attention_mask"], columns["response_mask"], inputs, vision)
     for row_index, placeholders in enumerate(places.sum(-1).tolist()):
-        wanted = tokens_of_row(inputs[row_index], vision) if inputs else 0
-        if placeholders != wanted:
+        expected = tokens_of_row(inputs[row_index], vision) if inputs else 0
+        if placeholders != expected:
             raise SchemaError(
                 f"row {row_index} of the batch has {placeholders} image tokens, and the images in its {COLUMN} make "
-                f"{wanted}. Prompts with images are not cut, and both come from one data set."
+                f"{expected}. Prompts with images are not cut, and both come from one data set."
             )
     return places
 

@@ -25,7 +25,7 @@ from verl.workers.shared_prompts import same_prompts
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceShare:
-    """Which of the N response tokens this rank computes, where several ranks share the sequences."""
+    """The part of the N response tokens that this rank computes, where several ranks share the sequences."""
 
     places: Tensor
     """(n,) indices among the N tokens."""
@@ -75,9 +75,9 @@ class ModelInputs:
     real: Tensor | None = None
     """Same shape as ``input_ids``, False on padding; None without padding."""
     padding: Padding | None = None
-    """What is padding, if rows are padded and shared."""
+    """Padding of the rows, if they are padded and shared by ranks."""
     share: SequenceShare | None = None
-    """Which tokens this rank computes; None: all."""
+    """Tokens that this rank computes; None: all."""
     images: ImageInputs | None = None
     """Images of the sequences, if the vision tower runs."""
     topk_ids: Tensor | None = None
@@ -96,12 +96,12 @@ class ModelInputs:
         """Place (N, ...) values at their tokens in (bsz, response_length, ...), 0 elsewhere."""
         return flat.new_zeros(*self.shape, *flat.shape[1:]).index_put((self.rows, self.columns), flat)
 
-    def of_all_tokens(self, chosen: Tensor) -> Tensor:
+    def joined_expert_ids(self, expert_ids: Tensor) -> Tensor:
         """Return the choice of experts of all real tokens from that of this rank's. Collective if they are shared."""
         if self.share is None or self.real is None:
-            return chosen
-        rows = chosen.new_zeros(*self.real.shape, *chosen.shape[1:])
-        rows[self.real] = chosen
+            return expert_ids
+        rows = expert_ids.new_zeros(*self.real.shape, *expert_ids.shape[1:])
+        rows[self.real] = expert_ids
         return self.share.joined(rows)[self.share.joined(self.real)]
 
     def to(self, device: torch.device) -> ModelInputs:
@@ -152,31 +152,31 @@ def prepare_inputs(
             between tokens, a row has no tokens, or its image tokens are not those of its images.
     """
     columns = batch.batch
-    mask, chosen = columns["attention_mask"].bool(), columns["response_mask"].bool()
-    response_length = chosen.shape[1]
+    mask, is_computed = columns["attention_mask"].bool(), columns["response_mask"].bool()
+    response_length = is_computed.shape[1]
     prompt_length = mask.shape[1] - response_length
     if shares_prompts and (not packed or vision is not None or "routed_experts" in columns.keys()):
         raise ConfigError(
             "use_prefix_grouper=true: a shared prompt needs packed rows (model.use_remove_padding=true) without "
             "images and without replayed routing (actor.router_replay.mode=disabled). Set use_prefix_grouper=false."
         )
-    _check(mask, chosen, prompt_length, at_token)
+    _check(mask, is_computed, prompt_length, at_token)
     if "observation_weights" in columns.keys():  # a loss of tokens that the environment wrote
         observed = columns["observation_weights"] > 0
         if vision is not None:
             observed &= ~image_places(batch, vision)[:, prompt_length:]
-        chosen = chosen | observed
-    rows, places = chosen.nonzero(as_tuple=True)
+        is_computed = is_computed | observed
+    rows, places = is_computed.nonzero(as_tuple=True)
     where = places + prompt_length - (0 if at_token else 1)
     routed = columns.get("routed_experts", None)  # (bsz, length, routers, experts per token)
     if packed:
         first_rows = same_prompts(batch) if shares_prompts else list(range(len(mask)))
-        kept, place_of, packing = _packed_tokens(mask, prompt_length, first_rows)
-        input_ids = columns["input_ids"][kept].unsqueeze(0)
-        position_ids = _packed_positions(columns["position_ids"], kept)
+        is_kept, place_of, packing = _packed_tokens(mask, prompt_length, first_rows)
+        input_ids = columns["input_ids"][is_kept].unsqueeze(0)
+        position_ids = _packed_positions(columns["position_ids"], is_kept)
         take = place_of[rows, where]
         attention_mask = None
-        routed = None if routed is None else routed[kept]
+        routed = None if routed is None else routed[is_kept]
     else:
         lengths, starts = mask.sum(-1), mask.int().argmax(-1)
         width = max(int(lengths.max()), 1) if len(mask) else 1
@@ -195,9 +195,9 @@ def prepare_inputs(
         routed = None if routed is None else moved(routed, unknown(routed.dtype)).flatten(0, 1)
     images = None
     if vision is not None:
-        of_images = image_places(batch, vision)
-        of_images = of_images[mask].unsqueeze(0) if packed else moved(of_images)
-        images = images_of(batch, of_images)
+        is_image = image_places(batch, vision)
+        is_image = is_image[mask].unsqueeze(0) if packed else moved(is_image)
+        images = images_of(batch, is_image)
         if images is None and runs_tower:
             images = ImageInputs.filler(vision, input_ids)
     topk_ids, kept_ids, teacher_hidden = (
@@ -243,9 +243,9 @@ def _packed_tokens(mask: Tensor, prompt_length: int, first_rows: Sequence[int]) 
         shared prompt have the index of the kept copy; and the packing, in which responses continue a shared prompt.
     """
     first = torch.tensor(first_rows, device=mask.device)
-    kept = mask.clone()
-    kept[:, :prompt_length] &= (first == torch.arange(len(mask), device=mask.device)).unsqueeze(1)
-    place_of = (kept.flatten().cumsum(0) - 1).view_as(kept)
+    is_kept = mask.clone()
+    is_kept[:, :prompt_length] &= (first == torch.arange(len(mask), device=mask.device)).unsqueeze(1)
+    place_of = (is_kept.flatten().cumsum(0) - 1).view_as(is_kept)
     place_of = torch.cat([place_of[first, :prompt_length], place_of[:, prompt_length:]], dim=1)
     shared = {of for row, of in enumerate(first_rows) if of != row}
     lengths: list[int] = []
@@ -262,7 +262,7 @@ def _packed_tokens(mask: Tensor, prompt_length: int, first_rows: Sequence[int]) 
         if tokens:
             lengths.append(tokens)
             before.append(parent)
-    return kept, place_of, Packing.continuing(lengths, before, mask.device)
+    return is_kept, place_of, Packing.continuing(lengths, before, mask.device)
 
 
 def _packed_positions(positions: Tensor, mask: Tensor) -> Tensor:
@@ -304,8 +304,10 @@ def divide(inputs: ModelInputs, group: dist.ProcessGroup) -> ModelInputs:
     routed = inputs.routed_experts
     if routed is not None:
         # The routers choose for padding themselves.
-        of_rows = routed.view(*inputs.input_ids.shape, *routed.shape[1:])
-        routed = functional.pad(of_rows, (0, 0, 0, 0, 0, extra), value=unknown(routed.dtype))[:, share].flatten(0, 1)
+        routed_rows = routed.view(*inputs.input_ids.shape, *routed.shape[1:])
+        routed = functional.pad(routed_rows, (0, 0, 0, 0, 0, extra), value=unknown(routed.dtype))[:, share].flatten(
+            0, 1
+        )
     row, column = inputs.take // length, inputs.take % length
     mine = ((column >= first) & (column < first + part)).nonzero().flatten()
     per_token = {name: getattr(inputs, name) for name in ("topk_ids", "kept_ids", "teacher_hidden", "teacher_index")}
@@ -328,9 +330,9 @@ def divide(inputs: ModelInputs, group: dist.ProcessGroup) -> ModelInputs:
 
 def check_token_ids(batch: DataProto, vocab_size: int) -> None:
     """Raise SchemaError if a token id is outside the vocabulary, which on a GPU would crash the process."""
-    of_teacher = batch.batch.get("teacher_topk_ids", None)
-    if of_teacher is not None and of_teacher.numel() and (of_teacher.max() >= vocab_size or of_teacher.min() < 0):
-        worst = int(of_teacher.max() if of_teacher.max() >= vocab_size else of_teacher.min())
+    teacher_ids = batch.batch.get("teacher_topk_ids", None)
+    if teacher_ids is not None and teacher_ids.numel() and (teacher_ids.max() >= vocab_size or teacher_ids.min() < 0):
+        worst = int(teacher_ids.max() if teacher_ids.max() >= vocab_size else teacher_ids.min())
         raise SchemaError(
             f"the teacher's most likely tokens have the id {worst}, and the policy's vocabulary has {vocab_size} "
             "tokens: they have different tokenizers. Use a teacher with the policy's tokenizer."
@@ -365,14 +367,16 @@ def check_one_rotation(batch: DataProto, threshold: int | None) -> None:
         )
 
 
-def _check(mask: Tensor, chosen: Tensor, prompt_length: int, at_token: bool) -> None:
+def _check(mask: Tensor, is_response: Tensor, prompt_length: int, at_token: bool) -> None:
     """Refuse rows for which packed and padded inputs would give different results."""
     blocks = (mask[:, 1:] & ~mask[:, :-1]).sum(-1) + mask[:, 0]
     problems = {
         "has padding between its tokens; attention_mask must be zeros, then ones, then zeros": blocks > 1,
-        "has response tokens (response_mask 1) where attention_mask is 0": (chosen & ~mask[:, prompt_length:]).any(-1),
+        "has response tokens (response_mask 1) where attention_mask is 0": (is_response & ~mask[:, prompt_length:]).any(
+            -1
+        ),
         "has a response without a prompt; its first token has nothing before it to predict it": (
-            chosen.any(-1) & ~mask[:, :prompt_length].any(-1) & (not at_token)
+            is_response.any(-1) & ~mask[:, :prompt_length].any(-1) & (not at_token)
         ),
         "has no token at all": blocks == 0,
     }

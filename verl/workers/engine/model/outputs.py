@@ -46,9 +46,9 @@ def language_outputs(
     if outputs & {"divergence", "teacher_entropy"}:
         columns |= divergence_of()._asdict()
     if rest := outputs - columns.keys():
-        if candidates is None and (of_candidates := rest & {"topk_log_probs", "agreement"}):
+        if candidates is None and (unavailable := rest & {"topk_log_probs", "agreement"}):
             raise SchemaError(
-                f"the output {', '.join(sorted(of_candidates))} needs the column 'teacher_topk_ids', which the batch "
+                f"the output {', '.join(sorted(unavailable))} needs the column 'teacher_topk_ids', which the batch "
                 "lacks."
             )
         statistics = statistics_of(

@@ -20,9 +20,9 @@ from verl.workers.engine.model.head import (
     NO_TOP,
     PLAIN_LOGITS,
     LogitRule,
+    StatisticsRequest,
     TokenStatistics,
     TopTokens,
-    Wanted,
     chunk_rows,
     columns_of,
     logit_gradients,
@@ -94,10 +94,10 @@ def vocab_parallel_log_probs(
     rows = chunk_rows(weight, chunk_elements)  # by the padded size, so that all ranks make as many collectives
     count = max(vocab_size - first, 0)
     local_weight, local_bias = weight[:count], None if bias is None else bias[:count]
-    wanted = Wanted(with_entropy, with_sum_pi_squared, candidates is not None, top)
-    settings = group, first, temperature, rows, wanted, rule
-    of_ids = stacked(targets, candidates)
-    return wanted.statistics(_VocabParallel.apply(hidden, local_weight, local_bias, of_ids, settings))  # type: ignore[misc]
+    request = StatisticsRequest(with_entropy, with_sum_pi_squared, candidates is not None, top)
+    settings = group, first, temperature, rows, request, rule
+    ids = stacked(targets, candidates)
+    return request.statistics(_VocabParallel.apply(hidden, local_weight, local_bias, ids, settings))  # type: ignore[misc]
 
 
 class _VocabParallel(torch.autograd.Function):
@@ -108,13 +108,13 @@ class _VocabParallel(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        settings: tuple[dist.ProcessGroup, int, float, int, Wanted, LogitRule],
+        settings: tuple[dist.ProcessGroup, int, float, int, StatisticsRequest, LogitRule],
     ) -> tuple[Tensor, ...]:
-        group, first, temperature, rows, wanted, rule = settings
+        group, first, temperature, rows, request, rule = settings
         wide = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = hidden.new_empty(targets.shape, dtype=wide)
         log_z, entropy, squares, agreement = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(4))
-        top_ids = targets.new_empty(len(hidden), wanted.top.count)
+        top_ids = targets.new_empty(len(hidden), request.top.count)
         top_log_probs = log_probs.new_empty(top_ids.shape)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
@@ -124,15 +124,15 @@ class _VocabParallel(torch.autograd.Function):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
             shifted = logits.sub_(largest.unsqueeze(-1))
             exp = shifted.exp()
-            chosen = _values_at_targets(shifted, targets[part], first)
-            sums = torch.stack([exp.sum(-1), (exp * shifted).sum(-1), exp.square().sum(-1), *chosen.unbind(-1)])
+            target_logits = _values_at_targets(shifted, targets[part], first)
+            sums = torch.stack([exp.sum(-1), (exp * shifted).sum(-1), exp.square().sum(-1), *target_logits.unbind(-1)])
             dist.all_reduce(sums, group=group)
-            (total, weighted, square), chosen = sums[:3], sums[3:].t()
-            log_probs[part] = chosen - total.log().unsqueeze(-1)
-            if wanted.candidates:
-                agreement[part] = (chosen[:, 1] == 0).to(wide)  # its logit less the largest
-            if wanted.top.count:
-                values, top_ids[part] = _most_likely(shifted, wanted.top, first, group)
+            (total, weighted, square), target_logits = sums[:3], sums[3:].t()
+            log_probs[part] = target_logits - total.log().unsqueeze(-1)
+            if request.candidates:
+                agreement[part] = (target_logits[:, 1] == 0).to(wide)  # its logit less the largest
+            if request.top.count:
+                values, top_ids[part] = _most_likely(shifted, request.top, first, group)
                 top_log_probs[part] = values - total.log().unsqueeze(-1)
             log_z[part] = largest + total.log()
             entropy[part] = total.log() - weighted / total
@@ -169,10 +169,10 @@ def _most_likely(values: Tensor, top: TopTokens, first: int, group: dist.Process
         torch.nn.functional.pad(ids + first, missing),
     ]
     ranks = range(dist.get_world_size(group))
-    of_ranks: list[Tensor] = []
+    rank_parts: list[Tensor] = []
     for part in mine:
         parts = [torch.empty_like(part) for _ in ranks]
         dist.all_gather(parts, part.contiguous(), group=group)
-        of_ranks.append(torch.cat(parts, dim=-1))
-    best, columns = of_ranks[0].topk(k)
-    return best, of_ranks[1].gather(-1, columns)
+        rank_parts.append(torch.cat(parts, dim=-1))
+    best, columns = rank_parts[0].topk(k)
+    return best, rank_parts[1].gather(-1, columns)
