@@ -40,10 +40,10 @@ def test_experts_are_one_by_one_in_files(
         names = FileNames(tiny_model(family, **shape_of(family)))
     form, gate, up, down = of_an_expert.split()
     weight = torch.ones(8, 64)
-    assert list(names.of(f"{LAYER}mlp.gate.weight", weight)) == [(f"{LAYER}{router}", weight)]
+    assert list(names.convert(f"{LAYER}mlp.gate.weight", weight)) == [(f"{LAYER}{router}", weight)]
     joined = torch.arange(8 * 64 * 64).reshape(8, 64, 64)
-    parts: dict[str, Tensor] = dict(names.of(f"{EXPERTS}gate_up_proj", joined))
-    parts |= dict(names.of(f"{EXPERTS}down_proj", joined[:, :, :32]))
+    parts: dict[str, Tensor] = dict(names.convert(f"{EXPERTS}gate_up_proj", joined))
+    parts |= dict(names.convert(f"{EXPERTS}down_proj", joined[:, :, :32]))
     assert len(parts) == 3 * 8
     for expert in range(8):
         for name, expected in ((gate, joined[expert, :32]), (up, joined[expert, 32:]), (down, joined[expert, :, :32])):
@@ -55,7 +55,7 @@ def test_dense_models_have_the_names_of_their_files() -> None:
         model = tiny_model("qwen3")
     names = FileNames(model)
     for name, weight in model.state_dict().items():
-        assert [(of_file, tensor is weight) for of_file, tensor in names.of(name, weight)] == [(name, True)]
+        assert [(of_file, tensor is weight) for of_file, tensor in names.convert(name, weight)] == [(name, True)]
 
 
 def test_heads_are_further_layers_that_come_all_or_not_at_all() -> None:
@@ -88,7 +88,7 @@ def test_experts_that_files_have_joined_and_transposed_keep_their_index_on_ranks
     weight = torch.arange(4 * 64 * 24).reshape(4, 64, 24)
     in_file = torch.zeros(4, 24, 64, dtype=torch.long)
     for start, end in pairwise((0, 1, 4)):
-        ((sent, part),) = names.of_divided(name, DividedTensor(weight.shape, weight[start:end], (start, 0, 0)))
+        ((sent, part),) = names.convert_divided(name, DividedTensor(weight.shape, weight[start:end], (start, 0, 0)))
         assert (sent, part.shape, part.start) == (name, in_file.shape, (start, 0, 0))
         in_file[start : start + len(part.box)] = part.box
     assert torch.equal(in_file, weight.transpose(1, 2))
@@ -106,6 +106,6 @@ def test_rows_of_convolutions_that_files_have_apart_are_not_divided() -> None:
         names = FileNames(OlmoHybridForCausalLM(config))
     joined = torch.arange(96 * 4).reshape(96, 1, 4)
     name = f"{LAYER}linear_attn.conv1d.weight"
-    assert [len(part) for _, part in names.of(name, joined)] == [32, 32, 32]
+    assert [len(part) for _, part in names.convert(name, joined)] == [32, 32, 32]
     assert not names.can_divide(name)
     assert names.can_divide("model.layers.3.self_attn.q_proj.weight")

@@ -61,7 +61,7 @@ class RequestsOfOneEngine:
         self.answers: dict[int, Answer] = {}
 
     @contextmanager
-    def of_engine(self, engine_index: int, weight_version: int) -> Iterator[RequestQueue]:
+    def open_queue(self, engine_index: int, weight_version: int) -> Iterator[RequestQueue]:
         """Yield a queue that is closed with the last answer."""
         self.opened.append(engine_index)
         queue = RequestQueue(self._take)
@@ -99,17 +99,19 @@ def check_the_placement(rank: int) -> None:
     with pytest.raises(ConfigError, match=r"size=3 does not divide the 2 rank\(s\) of this run"):
         engine_group(3, "size=3")
     cpu = torch.device("cpu")
-    assert EnginePlacement.of(rank, 2, cpu) == EnginePlacement(None, node_rank=0, nodes=1, leads_node=rank == 0)
+    assert EnginePlacement.from_rank(rank, 2, cpu) == EnginePlacement(None, node_rank=0, nodes=1, leads_node=rank == 0)
     with pytest.MonkeyPatch.context() as patch:
         # Each rank sees two GPUs by their ids and uses the second, as where a scheduler deals GPUs out.
         patch.setenv("CUDA_VISIBLE_DEVICES", f"GPU-{rank}a, GPU-{rank}b")
-        assert EnginePlacement.of(rank, 2, torch.device("cuda", 1)).devices == "GPU-0b,GPU-1b"
-        assert EnginePlacement.of(rank, 1, torch.device("cuda")).devices == f"GPU-{rank}a"
+        assert EnginePlacement.from_rank(rank, 2, torch.device("cuda", 1)).devices == "GPU-0b,GPU-1b"
+        assert EnginePlacement.from_rank(rank, 1, torch.device("cuda")).devices == f"GPU-{rank}a"
         patch.delenv("CUDA_VISIBLE_DEVICES")
-        assert EnginePlacement.of(rank, 2, torch.device("cuda", rank)).devices == "0,1"
+        assert EnginePlacement.from_rank(rank, 2, torch.device("cuda", rank)).devices == "0,1"
         patch.setenv("RAY_RAYLET_PID", str(rank))  # two nodes of a cluster, which have a GPU each
-        assert EnginePlacement.of(rank, 2, torch.device("cuda")) == EnginePlacement("0", rank, 2, leads_node=True)
-        assert EnginePlacement.of(rank, 1, cpu) == EnginePlacement(None)
+        assert EnginePlacement.from_rank(rank, 2, torch.device("cuda")) == EnginePlacement(
+            "0", rank, 2, leads_node=True
+        )
+        assert EnginePlacement.from_rank(rank, 1, cpu) == EnginePlacement(None)
         of_ranks = "ABB"
 
         def gathered(values: list[Any], value: object) -> None:
@@ -119,10 +121,10 @@ def check_the_placement(rank: int) -> None:
         with pytest.raises(
             ConfigError, match=r"not have as many of them each \(rank by rank: A, B, B\)\. Use a tensor"
         ):
-            EnginePlacement.of(0, 3, cpu)
+            EnginePlacement.from_rank(0, 3, cpu)
         of_ranks = "ABAB"
         with pytest.raises(ConfigError, match=r"rank by rank: A, B, A, B"):
-            EnginePlacement.of(0, 4, cpu)
+            EnginePlacement.from_rank(0, 4, cpu)
 
 
 def on_each_rank(rank: int, world_size: int, folder: Path, path: str) -> None:

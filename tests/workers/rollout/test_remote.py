@@ -379,7 +379,7 @@ def test_an_engine_that_is_wrong_is_not_started_again(model: str, tmp_path: Path
 
 def test_states_while_it_draws(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five requests are answered and the sixth is drawn until it is aborted; three wait, says the engine."""
-    monkeypatch.setattr(base, "_TELL_EVERY_S", 0)
+    monkeypatch.setattr(base, "_REPORT_EVERY_S", 0)
     engine = rollout(model, tmp_path, {"slow": True})
     told: list[EngineState] = []
     engine.on_state = told.append
@@ -388,7 +388,7 @@ def test_states_while_it_draws(model: str, tmp_path: Path, monkeypatch: pytest.M
         with engine.awake(weights(), 7):
             engine.generate(requests())
         engine._end_engine()
-        engine.tell_state()
+        engine.report_state()
 
     thread = threading.Thread(target=generate)
     thread.start()

@@ -45,7 +45,7 @@ def test_an_interruption_hands_back_what_is_not_begun_and_aborts_the_rest():
     queue.put(1, request.after([8, 9]))  # the rest, under the same id
     [(number, rest)] = queue.take()
     assert (number, rest.prompt_ids, rest.drawn_ids, rest.sampling.max_tokens) == (1, [5, 8, 9], [8, 9], 2)
-    assert (rest.of_response.max_tokens, rest.places_of_text) == (4, [1, 2])
+    assert (rest.response_sampling.max_tokens, rest.places_of_text) == (4, [1, 2])
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ def run_rules(params, rows_of_tokens, eos=(1,), kind="char"):
     tokens = torch.tensor(rows_of_tokens)
     rows, going = torch.arange(len(rows_of_tokens)), []
     for step in range(tokens.shape[1]):
-        going.append(rules.going_on(tokens, rows, step).tolist())
+        going.append(rules.unfinished(tokens, rows, step).tolist())
     return going, *rules.results()
 
 
@@ -295,15 +295,15 @@ def test_rows_that_have_not_ended_are_given_up_with_what_was_drawn():
     rules = StopRules([stop_params(), stop_params(max_tokens=2), stop_params()], (1,), tiny_tokenizer("char"), CPU)
     tokens = torch.tensor([[5, 5, 0, 0], [5, 5, 0, 0], [1, 0, 0, 0]])
     for step in range(2):
-        rules.going_on(tokens, torch.arange(3), step)
-    assert rules.results(drawn=2) == ([2, 2, 1], ["abort", "length", "stop"])
+        rules.unfinished(tokens, torch.arange(3), step)
+    assert rules.results(drawn_count=2) == ([2, 2, 1], ["abort", "length", "stop"])
 
 
 def test_a_subset_of_rows_in_any_order():
     rules = StopRules([stop_params() for _ in range(4)], (1,), tiny_tokenizer("char"), CPU)
     tokens = torch.tensor([[5, 5], [1, 5], [5, 1], [5, 5]])
-    assert rules.going_on(tokens, torch.arange(4), 0).tolist() == [0, 2, 3]
-    assert rules.going_on(tokens, torch.tensor([3, 2, 0]), 1).tolist() == [0, 2]  # places, not rows
+    assert rules.unfinished(tokens, torch.arange(4), 0).tolist() == [0, 2, 3]
+    assert rules.unfinished(tokens, torch.tensor([3, 2, 0]), 1).tolist() == [0, 2]  # places, not rows
 
 
 def test_a_stop_text_over_several_tokens():

@@ -291,11 +291,11 @@ def fill_in_step(rank: int, folder: Path) -> None:
         folders = [[memory, disk], [memory]][rank]
         for part in FileBuffer([*folders], ranks).parts(iter(weights), part_bytes=1000):
             description = part.description()
-            of_machines = cast("dict[str, str]", description["paths"])
-            assert [machine.split()[-1] for machine in of_machines] == ["node-0", "node-1"]
+            machine_arguments = cast("dict[str, str]", description["paths"])
+            assert [machine.split()[-1] for machine in machine_arguments] == ["node-0", "node-1"]
             patch.setenv(MACHINE_VARIABLE, machine_identity())
             read.append([(name, tensor.clone()) for name, tensor in weights_in_part(description)])
-            paths.append([folder_of(of_machines[machine_identity()]).name, *of_machines.values()])
+            paths.append([folder_of(machine_arguments[machine_identity()]).name, *machine_arguments.values()])
         assert [[name for name, _ in part] for part in read] == [["w0", "w1"], ["w2"], ["w3", "w4"]]
         assert all(torch.equal(tensor, dict(weights)[name]) for part in read for name, tensor in part)
         assert [path[0] for path in paths] == ["memory", "memory", ("disk", "memory")[rank]]
@@ -365,7 +365,7 @@ def fill_from_parts(rank: int, world_size: int, folder: Path, path: str, others:
                     read |= {name: tensor.clone() for name, tensor in with_checksums(views, sums)}
                     check_arrival(part.checksums, {name: sums[name] for name in part.tensors}, "the engine")
         whole = ((n, w.to(torch.bfloat16)) for n, w in engine.get_per_tensor_param())
-        expected = {name: tensor.clone() for n, w in whole for name, tensor in names.of(n, w)}
+        expected = {name: tensor.clone() for n, w in whole for name, tensor in names.convert(n, w)}
         assert read.keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in read.items())
 

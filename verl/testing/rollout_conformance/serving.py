@@ -236,7 +236,7 @@ def check_an_interrupted_response_goes_on_as_if_it_had_not_been(engine: EngineUn
         cut = [request(PROMPTS[i], seed=i, ignore_eos=True).after([30, 31]) for i in range(6)]
         first, again = running.generate(cut), running.generate(cut)
         assert tokens_of(first) == tokens_of(again)
-        repeated = running.generate([replace(one, drawn=0) for one in cut])
+        repeated = running.generate([replace(one, drawn_count=0) for one in cut])
         assert all(one != other for one, other in zip(tokens_of(first), tokens_of(repeated), strict=True))
 
 

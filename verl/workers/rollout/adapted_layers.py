@@ -67,7 +67,9 @@ class AdaptedLayers:
             RolloutError: an adapter is of no layer of the model, or of another shape; the message names it.
         """
         new = self._expected.checked_adapters(weights.adapters(), version)
-        if {name: one.shape for name, one in new.items()} == {name: one.shape for name, one in self._tensors.items()}:
+        if {name: tensor.shape for name, tensor in new.items()} == {
+            name: tensor.shape for name, tensor in self._tensors.items()
+        }:
             for name, tensor in new.items():
                 self._tensors[name].copy_(tensor)
             return False

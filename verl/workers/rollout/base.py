@@ -43,7 +43,7 @@ from verl.workers.rollout.request_queue import RequestQueue
 from verl.workers.rollout.scoring import ScoreRequest, TokenScores
 from verl.workers.rollout.state import EngineState
 
-_TELL_EVERY_S = 0.5
+_REPORT_EVERY_S = 0.5
 """Interval at which an engine at work tells its state."""
 
 __all__ = [
@@ -60,7 +60,7 @@ __all__ = [
 
 
 Weights = Callable[[], Iterable[tuple[str, Tensor]]] | AdaptedWeights
-"""What gives the weights of a model: a function, or of a model with LoRA adapters base and adapters apart."""
+"""Source of a model's weights: a function, or for a model with LoRA adapters its base and adapters separately."""
 
 
 class BaseRollout(ABC):
@@ -78,13 +78,13 @@ class BaseRollout(ABC):
     """
 
     takes_images = False
-    """Whether requests may have images."""
+    """True if requests may have images."""
     takes_divided = False
-    """Whether weights that :meth:`awake` is given may be DTensors: parts are enough, or it gathers what it needs."""
+    """True if the weights passed to :meth:`awake` may be DTensors: it uses their parts, or gathers what it needs."""
     applies_adapters = False
-    """Whether :meth:`awake` takes LoRA adapters apart from the weights that they were added to."""
+    """True if :meth:`awake` takes LoRA adapters separately from the weights that they were added to."""
     scores_tokens = False
-    """Whether :meth:`score` can be called."""
+    """True if :meth:`score` can be called."""
 
     def __init__(
         self,
@@ -108,11 +108,11 @@ class BaseRollout(ABC):
         self.ranks_per_engine = 1
         """Number of consecutive ranks that share one engine; all of them must be given the same prompts."""
         self.leads = True
-        """Whether this rank's responses count; the other ranks of its engine take part in ``load_weights`` alone."""
+        """True if this rank's responses count; the other ranks of its engine only take part in ``load_weights``."""
         self.on_state: Callable[[EngineState], object] | None = None
         """Called with the state of the engine: after it woke and fell asleep, and now and then while it works. It must
         return at once."""
-        self._state_told_at = 0.0
+        self._state_reported_at = 0.0
         self._abort_lock = threading.Lock()
         self._running: set[threading.Event] = set()
         self.set_up()
@@ -220,29 +220,29 @@ class BaseRollout(ABC):
                     self.load_adapted(weights, version)
                 else:
                     self.load_weights(weights(), version)
-            self.tell_state()
+            self.report_state()
             yield self
         finally:
             self.sleep()
-            self.tell_state()
+            self.report_state()
 
     def state(self) -> EngineState:
         """Return what the engine does now; called by the thread that generates."""
         return EngineState(weight_version=self.weight_version)
 
-    def tell_state(self, if_due: bool = False) -> None:
-        """Give the state to :attr:`on_state`, if somebody wants it.
+    def report_state(self, if_due: bool = False) -> None:
+        """Call :attr:`on_state`, if it is set, with the current state.
 
         Args:
-            if_due: the engine is at work; do nothing if it has told so less than half a second ago.
+            if_due: do nothing if a call with ``if_due`` reported less than half a second ago.
         """
         if self.on_state is None:
             return
         if if_due:
             now = time.monotonic()
-            if now - self._state_told_at < _TELL_EVERY_S:
+            if now - self._state_reported_at < _REPORT_EVERY_S:
                 return
-            self._state_told_at = now
+            self._state_reported_at = now
         self.on_state(self.state())
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -272,10 +272,10 @@ class BaseRollout(ABC):
         Raises:
             RolloutError: the engine cannot go on.
         """
-        while taken := queue.take(self.config.max_num_seqs, wait=True):
+        while requests := queue.take(self.config.max_num_seqs, wait=True):
             queue.take_cancelled()  # a batch runs to its end, and nobody gets these answers
             servable = []
-            for request_id, request in taken:
+            for request_id, request in requests:
                 try:
                     self.check_requests([request])
                     servable.append((request_id, request))
@@ -325,12 +325,12 @@ class BaseRollout(ABC):
         """Check that the image tokens of a request are those of its images."""
         if self._vision is None:
             return
-        wanted = 0 if request.images is None else self._vision.tokens_of(request.images[IMAGE_INPUTS[1]])
-        before = request.prompt_ids[: len(request.prompt_ids) - request.drawn]
+        expected = 0 if request.images is None else self._vision.tokens_of(request.images[IMAGE_INPUTS[1]])
+        before = request.prompt_ids[: len(request.prompt_ids) - request.drawn_count]
         image_tokens = sum(map(before.count, self._vision.token_ids)) - len(request.text_places)
-        if image_tokens != wanted:
+        if image_tokens != expected:
             raise RolloutError(
-                f"request {request_index} has {image_tokens} image tokens, and its images make {wanted}. Give the "
+                f"request {request_index} has {image_tokens} image tokens, and its images make {expected}. Give the "
                 "tokens that the processor makes of the text and the images, and all images of the conversation in "
                 "their order."
             )
@@ -388,10 +388,10 @@ def get_rollout_class(rollout_name: str, mode: str = "async") -> type[BaseRollou
     if rollout_name not in RolloutRegistry and rollout_name in _engines_here():
         importlib.import_module(f"verl.workers.rollout.{rollout_name}_rollout")
     if rollout_name not in RolloutRegistry:
-        known = sorted({*_engines_here(), *RolloutRegistry.names()})
+        engines = sorted({*_engines_here(), *RolloutRegistry.names()})
         raise ConfigError(
             f"rollout_name={rollout_name}: there is no such rollout engine in this version. Use one of: "
-            f"{', '.join(known)}."
+            f"{', '.join(engines)}."
         )
     return RolloutRegistry.get(rollout_name)
 

@@ -46,7 +46,7 @@ class PartialResponse:
     params: dict[str, object]
     """The sampling parameters in the engine's own format."""
     is_end: Callable[[list[int]], bool] | None = None
-    """Whether the last of the given tokens ends the response; None if the engine itself detects every end."""
+    """Returns whether the last of the given tokens ends the response; None if the engine itself detects every end."""
     end_ids: frozenset[int] = frozenset()
     """Tokens that end the response."""
     has_adapters: bool = False
@@ -59,9 +59,9 @@ class PartialResponse:
     is_done: bool = False
     """The response has ended, or the engine aborted it."""
     num_preempted: int | None = None
-    """How often the engine interrupted it for want of memory; None where the engine does not tell."""
+    """Number of times that the engine preempted it for lack of memory; None if the engine does not report it."""
     streamed: int = 0
-    """How many of the tokens were given in parts, of a request that streams."""
+    """Number of tokens that were already passed on in parts, of a request that streams."""
     streamed_at: float = -math.inf
 
     def take(
@@ -76,13 +76,13 @@ class PartialResponse:
         Raises:
             RolloutError: the engine drew a token that is none of those that it kept.
         """
-        kept_of_each = kept_ids or [()] * len(token_ids)
-        for token, log_prob, kept in zip(token_ids, log_probs, kept_of_each, strict=True):
-            if kept_ids and token not in kept and math.isfinite(log_prob):
-                raise RolloutError(f"the engine drew token {token}, and says that it kept {sorted(kept)}.")
+        kept_by_token = kept_ids or [()] * len(token_ids)
+        for token, log_prob, token_kept_ids in zip(token_ids, log_probs, kept_by_token, strict=True):
+            if kept_ids and token not in token_kept_ids and math.isfinite(log_prob):
+                raise RolloutError(f"the engine drew token {token}, and says that it kept {sorted(token_kept_ids)}.")
             self.token_ids.append(token)
             self.log_probs.append(log_prob)
-            self.kept_ids.append(array("i", sorted(kept)))  # a list would take ten times the memory
+            self.kept_ids.append(array("i", sorted(token_kept_ids)))  # a list would take ten times the memory
             if self.is_end is not None and self.is_end(self.token_ids):
                 self.finish_reason = "stop"
                 self.is_done = True
@@ -123,7 +123,7 @@ class PendingRequests:
         self._again: list[int] = []
         """Unanswered requests of an engine that was lost."""
         self.has_progress = False
-        """Whether a response came since the start or the last :meth:`repeat`."""
+        """True if a response came since the start or the last :meth:`repeat`."""
 
     def wait(self) -> bool:
         """Wait until there is a request; False if the queue is closed and all that were taken are answered."""

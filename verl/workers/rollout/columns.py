@@ -36,7 +36,7 @@ PromptTokens = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class ResponseRow:
-    """What follows the prompt in a training sequence."""
+    """The part of a training sequence that follows the prompt."""
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
@@ -110,8 +110,8 @@ def columns_from_outputs(
     images = None
     # Prompts of a data set for text have positions of one axis also where the model could read images.
     if vision is not None and "position_ids" in prompts.batch.keys() and prompts.batch["position_ids"].dim() == 3:
-        of_rows = prompts.non_tensor_batch.get("multi_modal_inputs", [None] * len(outputs))
-        images = [inputs or {} for inputs in of_rows], vision
+        row_images = prompts.non_tensor_batch.get("multi_modal_inputs", [None] * len(outputs))
+        images = [inputs or {} for inputs in row_images], vision
     return DataProto.from_dict(
         tensors=sequence_columns(
             (prompts.batch["input_ids"].cpu(), prompts.batch["attention_mask"].cpu()),
@@ -140,9 +140,9 @@ def with_weight_versions(batch: DataProto) -> DataProto:
     """Return a batch with the column ``weight_versions``, also if an earlier version of verl stored it without."""
     if "weight_versions" in batch.batch.keys() or "weight_version" not in batch.non_tensor_batch:
         return batch
-    of_rows = torch.tensor(batch.non_tensor_batch["weight_version"].astype(np.int32))
+    versions = torch.tensor(batch.non_tensor_batch["weight_version"].astype(np.int32))
     is_drawn = batch.batch["response_mask"].bool()
-    return batch | DataProto.from_dict({"weight_versions": torch.where(is_drawn, of_rows[:, None], NO_WEIGHTS).int()})
+    return batch | DataProto.from_dict({"weight_versions": torch.where(is_drawn, versions[:, None], NO_WEIGHTS).int()})
 
 
 def padded_prompts(prompt_ids: Sequence[Sequence[int]], prompt_length: int, pad_token_id: int) -> PromptTokens:
@@ -168,12 +168,12 @@ def _routing_column(
     routed_experts: Sequence[Tensor | None], prompt_mask: Tensor, response_length: int
 ) -> dict[str, Tensor]:
     """Return the column ``routed_experts`` if a row has it."""
-    known = next((routing for routing in routed_experts if routing is not None), None)
-    if known is None:
+    example = next((routing for routing in routed_experts if routing is not None), None)
+    if example is None:
         return {}
     width = prompt_mask.shape[1]
-    size = len(routed_experts), width + response_length, *known.shape[1:]
-    column = torch.full(size, unknown(known.dtype), dtype=known.dtype)
+    size = len(routed_experts), width + response_length, *example.shape[1:]
+    column = torch.full(size, unknown(example.dtype), dtype=example.dtype)
     for row, routing, length in zip(column, routed_experts, prompt_mask.sum(-1).tolist(), strict=True):
         if routing is not None:
             row[width - length : width - length + len(routing)] = routing.cpu()

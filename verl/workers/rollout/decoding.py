@@ -153,14 +153,14 @@ class DecodingBatch:
         self._is_padded = not bool(mask.all())
         device = module.device
         rows_at_once = max(1, prefill_tokens // width)
-        chosen: list[Tensor] = []
+        prompt_routing: list[Tensor] = []
         logits, caches, self._positions = self._prefill(
-            ids.to(device), mask.to(device), list(distinct), rows_at_once, chosen
+            ids.to(device), mask.to(device), list(distinct), rows_at_once, prompt_routing
         )
         self.routing = None if routers is None else RoutingTable()
         if self.routing is not None:
-            of_prompts = torch.cat(chosen).split(lengths.tolist())
-            self.routing.start(range(len(prompts)), [of_prompts[prompt] for prompt in prompt_of_row.tolist()])
+            by_prompt = torch.cat(prompt_routing).split(lengths.tolist())
+            self.routing.start(range(len(prompts)), [by_prompt[prompt] for prompt in prompt_of_row.tolist()])
         prompt_of_row, mask = prompt_of_row.to(device), mask.to(device)
         self.rows = torch.arange(len(prompts), device=device)
         self.logits = logits[prompt_of_row]
@@ -171,11 +171,16 @@ class DecodingBatch:
         self._filled = self._width = width
 
     def _prefill(
-        self, ids: Tensor, mask: Tensor, prompts: list[PromptWithImages], rows_at_once: int, chosen: list[Tensor]
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        prompts: list[PromptWithImages],
+        rows_at_once: int,
+        prompt_routing: list[Tensor],
     ) -> tuple[Tensor, list[DynamicCache], Tensor]:
         """Return the logits after each prompt, the states of all prompts, and the positions of the next tokens.
 
-        What routers choose, (tokens, layers, experts per token), is appended to ``chosen`` if it is recorded.
+        What routers choose, (tokens, layers, experts per token), is appended to ``prompt_routing`` if it is recorded.
         """
         positions = self._positions_of(mask, prompts)
         logits, caches = [], []
@@ -186,7 +191,7 @@ class DecodingBatch:
             with self._watched(mask[part]) as choices:
                 logits.append(self._forward(ids[part], mask[part], positions[part], caches[-1], images))
             if choices is not None:
-                chosen.append(choices.stacked(self._module))
+                prompt_routing.append(choices.stacked(self._module))
         following = positions[..., -1] + 1
         if self._vision is not None:
             # After an image that ends a prompt the next token goes on from the largest position of any axis.

@@ -26,7 +26,7 @@ HANG_TIMEOUT_S = "hang_timeout_s"
 """Key: longest time without an answered health check, or with a stopped process of the server, in seconds."""
 ANSWER_TIMEOUT_S = "answer_timeout_s"
 """Key: longest time with running requests and no answer to any of them, in seconds."""
-_OWN = (PYTHON, START_TIMEOUT_S, HANG_TIMEOUT_S, ANSWER_TIMEOUT_S)
+_VERL_KEYS = (PYTHON, START_TIMEOUT_S, HANG_TIMEOUT_S, ANSWER_TIMEOUT_S)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ def extra_arguments(config: RolloutConfig, decided: Iterable[str]) -> dict[str, 
     Raises:
         ConfigError: the user gave a secret, or one of ``decided``, the arguments that other settings determine.
     """
-    extra = {name: value for name, value in _user_arguments(config).items() if name not in _OWN and value is not None}
+    extra = {
+        name: value for name, value in _user_arguments(config).items() if name not in _VERL_KEYS and value is not None
+    }
     doubled = sorted(extra.keys() & set(decided))
     if doubled:
         raise ConfigError(

@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 SERVER_KEEPALIVE_S = 3600
-"""How long a server should keep an idle connection open. The client must close it first, because a request sent while
-the server closes the connection is lost."""
+"""Seconds for which a server keeps an idle connection open. The client must close it first, because a request sent
+while the server closes the connection is lost."""
 KILLED_CHILD = re.compile(r"(Failed core proc\(s\): .*|exit ?code[:=]? ?)-(9|15)\b")
 """Matches the messages of vLLM and SGLang that one of their processes was killed by SIGKILL or SIGTERM."""
 _SHARED_MEMORY = "/dev/shm"
@@ -104,12 +104,12 @@ class HangTimer:
 
 @dataclass(frozen=True)
 class Loss:
-    """How a process of an engine ended."""
+    """End of an engine's process."""
 
     text: str
-    """What is known of it, with the end of its log."""
+    """Description of the end, with the last lines of the log."""
     was_killed: bool
-    """By a signal from outside."""
+    """True if a signal from outside ended it."""
 
 
 class ProcessesElsewhere(Protocol):
@@ -263,7 +263,7 @@ class EngineProcess:
         return f"has a stopped process ({stopped}; SIGSTOP)" if stopped else None
 
     def _was_killed(self) -> bool:
-        """Whether the server was ended by a signal from outside."""
+        """Return whether a signal from outside ended the server."""
         ended = re.search(rf"ended with status -({signal.SIGKILL:d}|{signal.SIGTERM:d})\.", self.log_tail())
         unseen = server_guard.ENDED not in self.log_tail(lines=None)  # the guard itself was killed
         return bool(unseen or ended or KILLED_CHILD.search(self.log_tail(lines=None)))
@@ -275,7 +275,7 @@ class EngineProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process was started and has not ended."""
+        """True if the process was started and has not ended."""
         return self._guard is not None and self._guard.poll() is None
 
     @property
@@ -305,14 +305,14 @@ class EngineProcess:
         Returns:
             Path of a copy of its log, in a folder that only this user can read and nothing deletes; None without a log.
         """
-        kept = None
+        log_copy = None
         if self.log_path.is_file():
-            kept = Path(tempfile.mkdtemp(prefix=f"verl-{self.name}-log-")) / self.log_path.name
-            shutil.copyfile(self.log_path, kept)
+            log_copy = Path(tempfile.mkdtemp(prefix=f"verl-{self.name}-log-")) / self.log_path.name
+            shutil.copyfile(self.log_path, log_copy)
         if self._guard is not None and self._guard.poll() is None:
             kill_group(self._guard.pid)
         self.stop()
-        return kept
+        return log_copy
 
     # ---- requests
 

@@ -36,7 +36,7 @@ class FileNames:
         unchanged = {id(tensor): name for name, tensor in in_files.items()}
         self._renamed = {name: unchanged[id(tensor)] for name, tensor in live.items() if id(tensor) in unchanged}
         joined = live.keys() - self._renamed.keys()
-        made = {name: in_files[name] for name in in_files.keys() - self._renamed.values()}
+        file_tensors = {name: in_files[name] for name in in_files.keys() - self._renamed.values()}
         can_part = all(live[name].dim() for name in joined)
         self._joined: frozenset[str] = frozenset()
         # Files have experts apart, or (Qwen3-VL) joined in another way.
@@ -44,7 +44,7 @@ class FileNames:
             apart: dict[str, Tensor] = {}
             for name in joined:
                 apart |= dict(self._apart(name, live[name], len(live[name]) // 2 + 1))
-            if _shapes(apart) == _shapes(made):
+            if _shapes(apart) == _shapes(file_tensors):
                 self._joined = frozenset(joined)
                 break
         self._stacked = frozenset(
@@ -52,7 +52,7 @@ class FileNames:
         )
         """Joined weights of which files have all experts in one tensor too."""
 
-    def of(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def convert(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield a weight of the model as its files have it: one tensor, or several."""
         if self._is_joined(name):
             yield from self._apart(name, tensor, self._at_once(tensor))
@@ -60,23 +60,23 @@ class FileNames:
             yield self._renamed.get(name, name), tensor
 
     def can_divide(self, name: str) -> bool:
-        """Whether :meth:`of_divided` takes a weight; of some, such as joined convolutions, parts do not tell theirs."""
+        """Return whether :meth:`convert_divided` takes a weight; parts of joined convolutions, say, are not enough."""
         name = self._in_last_layer(name)
         return name not in self._joined or self._takes_pieces or name in self._stacked
 
-    def of_divided(self, name: str, tensor: DividedTensor) -> Iterator[tuple[str, DividedTensor]]:
-        """Do as :meth:`of` with a weight that ranks divide, a joined one by experts alone; see :meth:`can_divide`."""
+    def convert_divided(self, name: str, tensor: DividedTensor) -> Iterator[tuple[str, DividedTensor]]:
+        """Convert a weight that ranks divide, a joined one only by experts; see :meth:`convert`, :meth:`can_divide`."""
         if not self._is_joined(name):
             yield self._renamed.get(name, name), tensor
             return
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         start, held = tensor.start[0], len(tensor.box)
-        count = self._at_once(whole) if self._takes_pieces else len(whole)
+        count = self._at_once(full) if self._takes_pieces else len(full)
         first_of_box = 0 if self._takes_pieces else start  # a tensor for each expert, or one of all
-        for first in range(0, len(whole), count):
+        for first in range(0, len(full), count):
             low, high = (min(max(bound - start, 0), held) for bound in (first, first + count))
             here = dict(self._piece(name, tensor.box[low:high], start + low)) if high > low else {}
-            for in_file, part in self._piece(name, whole[first : first + count], first):
+            for in_file, part in self._piece(name, full[first : first + count], first):
                 box = here.get(in_file, tensor.box[:0])
                 yield in_file, DividedTensor(part.shape, box, (first_of_box,) + (0,) * (part.dim() - 1))
 
@@ -87,11 +87,11 @@ class FileNames:
         return name if self._heads is None else self._heads.in_last_layer(name)
 
     def _keeps_rows(self, name: str, tensor: Tensor) -> bool:
-        """Whether each row of a weight of the model is the row with the same index of a tensor in its files."""
-        whole, rows = _shapes(dict(self._piece(name, tensor, 0))), len(tensor) // 2 + 1
-        if any(shape[:1] != (len(tensor),) for shape in whole.values()):
+        """Return whether each row of a weight of the model is the row with the same index of a tensor in its files."""
+        shapes, rows = _shapes(dict(self._piece(name, tensor, 0))), len(tensor) // 2 + 1
+        if any(shape[:1] != (len(tensor),) for shape in shapes.values()):
             return False
-        return _shapes(dict(self._piece(name, tensor[:rows], 0))) == {n: (rows, *s[1:]) for n, s in whole.items()}
+        return _shapes(dict(self._piece(name, tensor[:rows], 0))) == {n: (rows, *s[1:]) for n, s in shapes.items()}
 
     def _apart(self, name: str, tensor: Tensor, experts: int) -> Iterator[tuple[str, Tensor]]:
         """Take a joined weight apart, so many experts at a time if there are some apart."""
@@ -101,8 +101,8 @@ class FileNames:
 
     def _piece(self, name: str, experts: Tensor, first: int) -> Iterator[tuple[str, Tensor]]:
         """Take apart some experts of a joined weight, of which ``first`` is the index of the first one."""
-        for of_piece, part in convert_weight_keys({name: experts}, self._model).items():
-            yield _EXPERT.sub(lambda found: f".experts.{first + int(found[1])}.", of_piece), part
+        for piece_name, part in convert_weight_keys({name: experts}, self._model).items():
+            yield _EXPERT.sub(lambda match: f".experts.{first + int(match[1])}.", piece_name), part
 
     @staticmethod
     def _at_once(tensor: Tensor) -> int:

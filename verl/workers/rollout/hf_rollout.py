@@ -143,17 +143,17 @@ class HFRollout(BaseRollout):
                 for start in range(0, len(order), self.config.max_num_seqs):
                     if aborted.is_set():
                         break
-                    chosen = order[start : start + self.config.max_num_seqs]
-                    self._waiting = len(order) - start - len(chosen)
-                    drawn = self._generate_batch([requests[i] for i in chosen], aborted)
-                    for i, output in zip(chosen, drawn, strict=True):
+                    indices = order[start : start + self.config.max_num_seqs]
+                    self._waiting = len(order) - start - len(indices)
+                    batch_outputs = self._generate_batch([requests[i] for i in indices], aborted)
+                    for i, output in zip(indices, batch_outputs, strict=True):
                         outputs[i] = output
         finally:
             self._drawing = self._waiting = 0
         return outputs
 
     def _generate_batch(self, requests: list[RolloutRequest], aborted: Event) -> list[RolloutOutput]:
-        params = [request.of_response for request in requests]
+        params = [request.response_sampling for request in requests]
         longest, most = max(p.max_tokens for p in params), max(request.sampling.max_tokens for request in requests)
         returns_routing = any(request.returns_routing for request in requests)
         batch = DecodingBatch(
@@ -173,26 +173,26 @@ class HFRollout(BaseRollout):
         kept_ids = None
         if any(request.returns_kept_ids for request in requests):
             kept_ids = tokens.new_full((*tokens.shape, self.config.kept_ids_width), NOT_KEPT, dtype=torch.int32)
-        before = torch.tensor([request.drawn for request in requests], device=self.device)
+        before = torch.tensor([request.drawn_count for request in requests], device=self.device)
         for row, request in enumerate(requests):
-            tokens[row, : request.drawn] = torch.tensor(request.drawn_ids, device=self.device)
+            tokens[row, : request.drawn_count] = torch.tensor(request.drawn_ids, device=self.device)
         for step in range(most):
-            self.tell_state(if_due=True)
+            self.report_state(if_due=True)
             # Rows that have ended may still be in the batch.
             at = (before[batch.rows] + step).clamp(max=longest)
-            kept = None if kept_ids is None else kept_ids.new_full((len(at), kept_ids.shape[-1]), NOT_KEPT)
-            drawn, log_prob = sampler(batch.logits, batch.rows, at.clamp(max=longest - 1), kept)
-            if kept_ids is not None and kept is not None:
-                kept_ids[batch.rows, at] = kept
-            tokens[batch.rows, at], log_probs[batch.rows, at] = drawn, log_prob
+            kept_now = None if kept_ids is None else kept_ids.new_full((len(at), kept_ids.shape[-1]), NOT_KEPT)
+            newest, log_prob = sampler(batch.logits, batch.rows, at.clamp(max=longest - 1), kept_now)
+            if kept_ids is not None and kept_now is not None:
+                kept_ids[batch.rows, at] = kept_now
+            tokens[batch.rows, at], log_probs[batch.rows, at] = newest, log_prob
             self._response_tokens += self._drawing
-            going_on = stop.going_on(tokens, batch.rows, at)  # indices into batch.rows
-            self._drawing = len(going_on)
-            if len(going_on) == 0 or aborted.is_set():
+            unfinished = stop.unfinished(tokens, batch.rows, at)  # indices into batch.rows
+            self._drawing = len(unfinished)
+            if len(unfinished) == 0 or aborted.is_set():
                 break
-            if len(going_on) < _COMPACT_BELOW * len(batch.rows):
-                batch.keep(going_on)
-                at = at[going_on]
+            if len(unfinished) < _COMPACT_BELOW * len(batch.rows):
+                batch.keep(unfinished)
+                at = at[unfinished]
             batch.forward(tokens[batch.rows, at])
         logger.debug("hf engine: %d rows, %.1f MiB of keys and values", len(requests), batch.nbytes / 2**20)
         rows = zip(tokens.tolist(), log_probs.tolist(), before.tolist(), *stop.results(before + step + 1), strict=True)
@@ -201,7 +201,9 @@ class HFRollout(BaseRollout):
         self.check_finite(outputs)
         if kept_ids is not None:
             outputs = [
-                replace(output, kept_ids=kept_ids[row, request.drawn :][: len(output.token_ids)].to("cpu", copy=True))
+                replace(
+                    output, kept_ids=kept_ids[row, request.drawn_count :][: len(output.token_ids)].to("cpu", copy=True)
+                )
                 if request.returns_kept_ids
                 else output
                 for row, (request, output) in enumerate(zip(requests, outputs, strict=True))
@@ -209,7 +211,7 @@ class HFRollout(BaseRollout):
         if batch.routing is None:
             return outputs
         return [
-            replace(output, routed_experts=batch.routing.of(row, 0, len(output.token_ids)))
+            replace(output, routed_experts=batch.routing.row_choices(row, 0, len(output.token_ids)))
             if requests[row].returns_routing
             else output
             for row, output in enumerate(outputs)

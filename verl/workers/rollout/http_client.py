@@ -112,8 +112,8 @@ class HttpClient:
             async with self._slots:
                 if cancelled.is_set():
                     return None
-                with _made(body) as made:
-                    answer = await self.request("POST", path, made)
+                with _opened(body) as content:
+                    answer = await self.request("POST", path, content)
                 if take is not None:
                     take(index, answer)
                 return answer
@@ -153,8 +153,8 @@ class HttpClient:
         async with self._slots:
             if cancelled.is_set():
                 return
-            with _made(body) as made:
-                async with self._client.stream("POST", path, json=made) as answer:
+            with _opened(body) as content:
+                async with self._client.stream("POST", path, json=content) as answer:
                     if answer.is_error:
                         await answer.aread()
                     answer.raise_for_status()
@@ -171,7 +171,7 @@ class HttpClient:
                         raise httpx2.RemoteProtocolError("the stream of events ended before its last one")
 
 
-def _made(body: object) -> AbstractContextManager[object]:
+def _opened(body: object) -> AbstractContextManager[object]:
     """Return a context in which a body holds that is made when its request is sent."""
     return body if isinstance(body, AbstractContextManager) else contextlib.nullcontext(body)
 

@@ -31,13 +31,13 @@ class ImageFiles:
         self._paths: dict[bytes, Path] = {}
 
     @contextlib.contextmanager
-    def of(self, images: PlacedImages) -> Iterator[list[str]]:
+    def provide(self, images: PlacedImages) -> Iterator[list[str]]:
         """Give ``index:path`` of each image of a request; the files are there in the context.
 
         Raises:
             RolloutError: no folder has enough free space.
         """
-        taken: list[bytes] = []
+        held: list[bytes] = []
         tensors = images.tensors
         grids = tensors.arrays()[IMAGE_INPUTS[1]]
         parts = zip(images.digests, pixels_of_each(tensors), grids, seconds_of_each(tensors), strict=True)
@@ -46,10 +46,10 @@ class ImageFiles:
                 if digest not in self._paths:
                     self._paths[digest] = self._written(digest, pixels, grid, seconds)
                 self._users[digest] += 1
-                taken.append(digest)
-            yield [f"{image_index}:{self._paths[digest]}" for image_index, digest in enumerate(taken)]
+                held.append(digest)
+            yield [f"{image_index}:{self._paths[digest]}" for image_index, digest in enumerate(held)]
         finally:
-            for digest in taken:
+            for digest in held:
                 self._users[digest] -= 1
                 if not self._users[digest]:
                     del self._users[digest]

@@ -34,10 +34,10 @@ _STORE_TIMEOUT = datetime.timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the processes of one start of an engine meet."""
+    """Address and ports at which the processes of one start of an engine meet."""
 
     address: str
-    """Of the first machine, in the network of the others."""
+    """Address of the first machine, in the network of the others."""
     port: int
     """There, free for the engine's own processes."""
     second_port: int
@@ -52,7 +52,7 @@ class _Report(TypedDict):
     problem: str | None
     """Why the processes seem to hang."""
     count: int
-    """Of the reports before."""
+    """Number of earlier reports."""
 
 
 class EngineMachines:
@@ -67,11 +67,11 @@ class EngineMachines:
     def __init__(self, rank: int, ranks_per_engine: int, placement: EnginePlacement) -> None:
         self.placement = placement
         self.meeting: Meeting | None = None
-        """Of the last start."""
+        """Meeting point of the last start."""
         self.address = address_towards(os.environ["MASTER_ADDR"])
-        """Of this machine, in the network of the ranks."""
+        """Address of this machine, in the network of the ranks."""
         self.watch: OtherMachines | None = None
-        """What the first rank learns of the other machines."""
+        """State of the other machines, on the first rank."""
         for first in range(0, dist.get_world_size(), ranks_per_engine):
             ranks = [*range(first, first + ranks_per_engine)]
             group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(seconds=EXCHANGE_S))
@@ -87,7 +87,7 @@ class EngineMachines:
 
     @property
     def serves_nothing(self) -> bool:
-        """Whether this rank is the first one of the engine on a machine without the engine's server."""
+        """True if this rank is the first one of the engine on a machine without the engine's server."""
         return self.placement.leads_node and self.placement.node_rank > 0
 
     def meet(self) -> None:
@@ -150,7 +150,7 @@ class NodeReporter:
 
 
 class OtherMachines:
-    """What the first machine of an engine knows of the others; a ``ProcessesElsewhere``."""
+    """State of an engine's other machines, as its first machine sees it; a ``ProcessesElsewhere``."""
 
     def __init__(self, store: dist.TCPStore, nodes: int) -> None:
         self._store = store

@@ -221,7 +221,7 @@ class NativeRollout(BaseRollout):
             self._output,
             check,
             cache,
-            on_pass=functools.partial(self.tell_state, if_due=True),
+            on_pass=functools.partial(self.report_state, if_due=True),
             kept_width=self.config.kept_ids_width,
         )
         self._generation = generation
@@ -258,14 +258,14 @@ class NativeRollout(BaseRollout):
             response: largest number of response tokens to store.
             caches: make a cache of prefixes too, unless there is one.
         """
-        wanted = min(rows, self.config.max_num_seqs), prompt, response
-        is_small = self._memory is None or any(new > old for new, old in zip(wanted, self._sized_for, strict=True))
+        sizes = min(rows, self.config.max_num_seqs), prompt, response
+        is_small = self._memory is None or any(new > old for new, old in zip(sizes, self._sized_for, strict=True))
         if is_small or (caches and self._cache is None):
             if self._memory is not None:  # training and validation alternate; one memory fits both
-                wanted = tuple(map(max, wanted, self._sized_for))
+                sizes = tuple(map(max, sizes, self._sized_for))
             self._drop_memory()  # before the new one is allocated, or both would exist
-            self._allocate(wanted[0], wanted[1], wanted[2], caches)
-            self._sized_for = wanted
+            self._allocate(sizes[0], sizes[1], sizes[2], caches)
+            self._sized_for = sizes
         assert self._memory is not None
         return self._memory
 
@@ -280,9 +280,9 @@ class NativeRollout(BaseRollout):
         mib = self._memory.nbytes / 2**20
         logger.info("native engine: up to %d concurrent rows, %.1f MiB", self._memory.room, mib)
         if caches:
-            kept = min(allowed - self._memory.room * text, _KEPT_TEXTS * rows * self.max_model_len)
-            self._cache = PrefixCache(shape, max(1, kept // PAGE))
-            logger.info("native engine: prefix cache of %d tokens", kept)
+            cache_tokens = min(allowed - self._memory.room * text, _KEPT_TEXTS * rows * self.max_model_len)
+            self._cache = PrefixCache(shape, max(1, cache_tokens // PAGE))
+            logger.info("native engine: prefix cache of %d tokens", cache_tokens)
 
     def _drop_memory(self) -> None:
         self._memory = self._cache = None

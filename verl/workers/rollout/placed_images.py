@@ -53,7 +53,7 @@ class PlacedImages:
     """(4, tokens) M-RoPE positions of the prompt."""
 
     @classmethod
-    def of(cls, request: RolloutRequest, vision: VisionConfig | None) -> PlacedImages | None:
+    def from_request(cls, request: RolloutRequest, vision: VisionConfig | None) -> PlacedImages | None:
         """Place the images of a request; None if it has none.
 
         Raises:
@@ -77,7 +77,7 @@ class PlacedImages:
 
     @property
     def offset(self) -> int:
-        """What the position of the next token is beyond the number of tokens; negative, as an image has few."""
+        """Position of the next token minus the number of tokens; negative, as an image spans few positions."""
         return int(self.positions[1:].max()) + 1 - self.positions.shape[1]
 
     def by_modality(self, values: Sequence[T]) -> dict[str, list[T]]:
@@ -92,23 +92,23 @@ class PlacedImages:
         return tuple(span.digest for span in self.spans if span.start < end)
 
 
-_known: WeakKeyDictionary[SharedTensors, tuple[bytes, ...]] = WeakKeyDictionary()
+_digests: WeakKeyDictionary[SharedTensors, tuple[bytes, ...]] = WeakKeyDictionary()
 """Hashes of the images of prompts in use: the responses to a prompt share its images."""
 
 
 def digests(images: SharedTensors) -> tuple[bytes, ...]:
     """Return a hash of the pixels, the grid and the speed of each image or video."""
-    hashes = _known.get(images)
+    hashes = _digests.get(images)
     if hashes is None:
         # The same frames at another speed have other positions.
         parts = (pixels_of_each(images), images.arrays()[IMAGE_INPUTS[1]], seconds_of_each(images))
-        hashes = _known[images] = tuple(map(image_digest, *parts))
+        hashes = _digests[images] = tuple(map(image_digest, *parts))
     return hashes
 
 
-def note_digests(images: SharedTensors, known: tuple[bytes, ...]) -> None:
+def note_digests(images: SharedTensors, image_digests: tuple[bytes, ...]) -> None:
     """Note the hashes of images that were computed elsewhere, so that :func:`digests` need not."""
-    _known[images] = known
+    _digests[images] = image_digests
 
 
 def pixels_of_each(images: SharedTensors) -> list[np.ndarray]:
@@ -142,10 +142,10 @@ def images_of_pass(
     first = 0
     for images, start, length in zip(prompts, starts, lengths, strict=True):
         if images is not None:
-            of_each = zip(
+            images_in_order = zip(
                 images.spans, pixels_of_each(images.tensors), images.tensors.arrays()[IMAGE_INPUTS[1]], strict=True
             )
-            for span, values, grid in of_each:
+            for span, values, grid in images_in_order:
                 if span.end > start:
                     new = span.places >= start
                     places[first + span.places[new] - start] = True

@@ -50,7 +50,7 @@ FORMATS = {"int8": WeightFormat(torch.int8, 127.0), "fp8": WeightFormat(torch.fl
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """How one parameter is quantized."""
+    """Quantization of one parameter."""
 
     format: WeightFormat
     inputs: int
@@ -123,13 +123,13 @@ def rounded_weights(
 def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, tuple[str, ...], int]]:
     """Yield each layer with quantized weights: its name, itself, their names, and the dimension of their inputs."""
     decoder = model.get_decoder()
-    of_decoder, routers = set(decoder.modules()), set(routers_of(model))
+    decoder_modules, routers = set(decoder.modules()), set(routers_of(model))
     for name, module in model.named_modules():
-        if module not in of_decoder or module in routers or name.rpartition(".")[2] in _GATES:
+        if module not in decoder_modules or module in routers or name.rpartition(".")[2] in _GATES:
             continue
         if isinstance(module, nn.Linear):
             yield name, module, ("weight",), -1
         elif type(module).__name__.endswith("Experts"):
-            stacked = tuple(name for name, one in module.named_parameters(recurse=False) if one.dim() == 3)
+            stacked = tuple(name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3)
             if stacked:
                 yield name, module, stacked, -2 if getattr(module, "is_transposed", False) else -1

@@ -38,7 +38,7 @@ def engine_group(ranks_per_engine: int, setting: str) -> tuple[int, bool]:
 
 @dataclass(frozen=True)
 class EnginePlacement:
-    """Where the ranks of this rank's engine are."""
+    """Machines and devices of the ranks of this rank's engine."""
 
     devices: str | None
     """GPU ids of the engine's ranks on this machine in the format of CUDA_VISIBLE_DEVICES; None on a CPU."""
@@ -47,10 +47,10 @@ class EnginePlacement:
     nodes: int = 1
     """Machines of the engine, each with as many of its ranks."""
     leads_node: bool = True
-    """Whether this is the first of the engine's ranks on this machine."""
+    """True for the first of the engine's ranks on this machine."""
 
     @classmethod
-    def of(cls, rank: int, ranks_per_engine: int, device: torch.device) -> Self:
+    def from_rank(cls, rank: int, ranks_per_engine: int, device: torch.device) -> Self:
         """Exchange machines and devices among all ranks. Collective, unless each rank has an engine of its own.
 
         Raises:
@@ -93,7 +93,7 @@ class RankExchange:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is one rank only."""
+        """True if there is one rank only."""
         return self._group is None
 
     def __call__(self, value: int) -> list[int]:
@@ -102,7 +102,7 @@ class RankExchange:
             return [value]
         gathered = [torch.zeros(1, dtype=torch.long) for _ in range(self._group.size())]
         dist.all_gather(gathered, torch.tensor([value]), group=self._group)
-        return [int(one) for one in gathered]
+        return [int(tensor) for tensor in gathered]
 
 
 class MachineRanks:
@@ -121,7 +121,7 @@ class MachineRanks:
         self.ranks_of_machines: dict[str, list[int]] = {}
         """All ranks of the run by machine; empty if this rank is alone."""
         self._machines = [self.machine]
-        """Of each rank of the group."""
+        """Machine of each rank of the group."""
         if is_alone or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         machines = [self.machine] * dist.get_world_size()
@@ -144,8 +144,8 @@ class MachineRanks:
     def by_machine(self, value: T) -> dict[str, T]:
         """Return the value of the first rank of each machine, of this one alone unless ranks are ``in_step``."""
         values: dict[str, T] = {}
-        for machine, of_rank in self._gather(value):
-            values.setdefault(machine, of_rank)
+        for machine, rank_value in self._gather(value):
+            values.setdefault(machine, rank_value)
         return values
 
     def _gather(self, value: T) -> list[tuple[str, T]]:

@@ -39,7 +39,7 @@ from verl.workers.rollout.ranks import EnginePlacement, MachineRanks, RankExchan
 from verl.workers.rollout.request import SamplingParams, kept_table
 from verl.workers.rollout.request_queue import RequestQueue
 from verl.workers.rollout.scoring import ScoreRequest, TokenScores
-from verl.workers.rollout.state import OF_REQUESTS, EngineState
+from verl.workers.rollout.state import REQUEST_FIELDS, EngineState
 from verl.workers.rollout.weights import ExpectedWeights, FileBuffer, SharedBuffer, SharedPart, buffer_for, in_files
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class _State(IntEnum):
 
 
 class _Lack(IntEnum):
-    """What a rank lacks of a version of the weights. All ranks gather what any of them lacks."""
+    """Part of a version of the weights that a rank lacks. All ranks gather the part that any of them lacks."""
 
     NOTHING = 0
     ADAPTERS = 1
@@ -90,7 +90,7 @@ class RemoteRollout(BaseRollout):
 
     scores_tokens = True
     starts_at_once: ClassVar[bool]
-    """Whether the engine is started in the constructor and then put to sleep; otherwise the first :meth:`wake` does."""
+    """True if the constructor starts the engine and puts it to sleep; otherwise the first :meth:`wake` starts it."""
 
     def set_up(self) -> None:
         """See :meth:`BaseRollout.set_up`."""
@@ -104,15 +104,15 @@ class RemoteRollout(BaseRollout):
         """The function that returns the weights, and their version; set only inside :meth:`awake`."""
         self._engine: EngineClient | None = None
         self._holds_base = False
-        """Whether the engine has the base weights of a model whose adapters it applies."""
+        """True if the engine has the base weights of a model whose adapters it applies."""
         self.sent_bytes = 0
         """Bytes of weights that the engine was given at the last update; 0 on ranks without an engine."""
         self._asleep: set[str] = set()
         """Parts of the engine's memory that are released."""
         self._queue: RequestQueue | None = None
-        """Where requests come from that are answered one by one."""
+        """Source of requests that are answered one by one."""
         self._draws = False
-        """Whether the engine has requests."""
+        """True while the engine has requests."""
         self._gives_memory_back = config.free_cache_engine and self.device.type == "cuda"
         self._exchange_all = RankExchange()
         self._buffer: SharedBuffer | None = None
@@ -125,14 +125,14 @@ class RemoteRollout(BaseRollout):
         if config.shares_experts:
             setting += f" times data_parallel_size={config.data_parallel_size}"
         rank, self.leads = engine_group(self.ranks_per_engine, setting)
-        placement = EnginePlacement.of(rank, self.ranks_per_engine, self.device)
+        placement = EnginePlacement.from_rank(rank, self.ranks_per_engine, self.device)
         self._devices = placement.devices
         self._machines: EngineMachines | None = None
-        """Of an engine that has several."""
+        """Machines of the engine, if it has several."""
         self._node: tuple[EngineProcess, NodeReporter] | None = None
         """The engine's processes on this machine, if its server is on another."""
         self._in_step = self.ranks_per_engine > 1 and max(self._exchange_all(placement.nodes)) > 1
-        """Whether there are engines with several machines, so that all machines write the weights part by part."""
+        """True if there are engines with several machines, so that all machines write the weights part by part."""
         if self._in_step:
             machines = EngineMachines(rank, self.ranks_per_engine, placement)
             self._machines = machines if placement.nodes > 1 else None
@@ -299,7 +299,7 @@ class RemoteRollout(BaseRollout):
 
     @property
     def _writes_together(self) -> bool:
-        """Whether all ranks take part in a transfer of weights."""
+        """True if all ranks take part in a transfer of weights."""
         return self._source is not None or self._in_step
 
     def _send_adapters(self, adapters: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -325,12 +325,12 @@ class RemoteRollout(BaseRollout):
         self._source = weights, version
         try:
             self._make_ready()
-            self.tell_state()
+            self.report_state()
             yield self
         finally:
             self._source = None
             self.sleep()
-            self.tell_state()
+            self.report_state()
 
     def _release_cached(self) -> None:
         """Release the GPU memory that passes and loading left cached in this process, on all ranks. Collective.
@@ -377,7 +377,7 @@ class RemoteRollout(BaseRollout):
             with contextlib.suppress(EngineLostError):  # whoever waits for its answers replaces it
                 values.update(self._engine.statistics())
                 if not self._draws:  # it counts what was aborted until it draws again
-                    values |= dict.fromkeys(values.keys() & OF_REQUESTS, 0)
+                    values |= dict.fromkeys(values.keys() & REQUEST_FIELDS, 0)
         if self._queue is not None and "requests_waiting" in values:
             values["requests_waiting"] += self._queue.waiting
         return EngineState(weight_version=self.weight_version, **values)
@@ -390,12 +390,12 @@ class RemoteRollout(BaseRollout):
             return
         over = Event()
 
-        def tell() -> None:
+        def report() -> None:
             while not over.wait(_LOOK_S):
-                self.tell_state(if_due=True)
+                self.report_state(if_due=True)
 
         self._draws = True
-        thread = Thread(target=tell, name="engine-state", daemon=True)
+        thread = Thread(target=report, name="engine-state", daemon=True)
         thread.start()
         try:
             yield
@@ -456,14 +456,14 @@ class RemoteRollout(BaseRollout):
         width = self.config.kept_ids_width
         outputs = {
             request_id: RolloutOutput(
-                one.token_ids,
-                one.log_probs,
-                one.finish_reason,
+                response.token_ids,
+                response.log_probs,
+                response.finish_reason,
                 self.weight_version,
-                num_preempted=one.num_preempted,
-                kept_ids=kept_table(one.kept_ids, width) if one.request.returns_kept_ids else None,
+                num_preempted=response.num_preempted,
+                kept_ids=kept_table(response.kept_ids, width) if response.request.returns_kept_ids else None,
             )
-            for request_id, one in responses.items()
+            for request_id, response in responses.items()
         }
         self.check_finite(outputs.values())
         return outputs

@@ -77,11 +77,11 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True if the most likely token is always taken."""
         return self.temperature == 0
 
     @property
-    def of_tokens(self) -> dict[str, float]:
+    def distribution_params(self) -> dict[str, float]:
         """The parameters that decide how probable each token is; equal if the probabilities are."""
         if self.is_greedy:
             return {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
@@ -90,7 +90,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether ``min_p``, ``top_k`` or ``top_p`` exclude some tokens from sampling."""
+        """True if ``min_p``, ``top_k`` or ``top_p`` exclude some tokens from sampling."""
         return not self.is_greedy and (self.min_p > 0 or self.top_k > 0 or self.top_p < 1)
 
 
@@ -109,33 +109,33 @@ class RolloutRequest:
     """Return the experts that each token went to."""
     streams: bool = False
     """Tell the tokens while the response is drawn (:class:`DrawnPart`), by engines that can."""
-    drawn: int = 0
-    """How many of the last tokens of ``prompt_ids`` are the beginning of the response, which was interrupted after
-    them. Random numbers and stop texts go on from there; ``max_tokens`` counts, and the answer has, only what comes
-    after ``prompt_ids``."""
+    drawn_count: int = 0
+    """Number of tokens at the end of ``prompt_ids`` that are the beginning of the response, which was interrupted after
+    them. Random numbers and stop texts continue from there; ``max_tokens`` and the answer cover only the tokens after
+    ``prompt_ids``."""
     returns_kept_ids: bool = False
     """Return the tokens that truncated sampling kept for each drawn token."""
 
     @property
     def drawn_ids(self) -> list[int]:
         """The tokens of the response that were drawn before."""
-        return self.prompt_ids[len(self.prompt_ids) - self.drawn :]
+        return self.prompt_ids[len(self.prompt_ids) - self.drawn_count :]
 
     @property
-    def of_response(self) -> SamplingParams:
+    def response_sampling(self) -> SamplingParams:
         """The sampling parameters of the whole response, with the tokens that were drawn before."""
-        return replace(self.sampling, max_tokens=self.sampling.max_tokens + self.drawn)
+        return replace(self.sampling, max_tokens=self.sampling.max_tokens + self.drawn_count)
 
     @property
     def places_of_text(self) -> list[int]:
         """Places of tokens that stand for no image: ``text_places``, and those of the response."""
-        return [*self.text_places, *range(len(self.prompt_ids) - self.drawn, len(self.prompt_ids))]
+        return [*self.text_places, *range(len(self.prompt_ids) - self.drawn_count, len(self.prompt_ids))]
 
     def after(self, token_ids: Sequence[int]) -> Self:
         """Return the request for the rest of the response, of which these tokens have been drawn."""
         left = replace(self.sampling, max_tokens=self.sampling.max_tokens - len(token_ids))
-        drawn = self.drawn + len(token_ids)
-        return replace(self, prompt_ids=[*self.prompt_ids, *token_ids], sampling=left, drawn=drawn)
+        drawn_count = self.drawn_count + len(token_ids)
+        return replace(self, prompt_ids=[*self.prompt_ids, *token_ids], sampling=left, drawn_count=drawn_count)
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class DrawnPart:
     """Tokens of a response that goes on."""
 
     start: int
-    """How many tokens of the response come before, or of what an engine draws of it, as the engine tells it. Tokens may
-    come again: of a response that was interrupted, or is drawn again by another engine."""
+    """Index of the first of these tokens in the response; as an engine reports it, in the part that this engine draws.
+    Tokens may come again: of a response that was interrupted, or is drawn again by another engine."""
     token_ids: list[int]
 
 
@@ -168,7 +168,7 @@ class RolloutOutput:
     """(tokens of prompt and response, layers, experts per token), if the request asks for it; the last token, which
     has not gone into the model, has unknown ones. See :mod:`verl.workers.routers`."""
     num_preempted: int | None = None
-    """How often the engine interrupted the response for want of memory; None where it does not tell."""
+    """Number of times that the engine preempted the response for lack of memory; None if it does not report it."""
     versions: tuple[tuple[int, int], ...] = ()
     """Versions of the weights, in order, and how many tokens were drawn with each; by default all with
     ``weight_version``."""
@@ -204,8 +204,8 @@ class RolloutOutput:
             versions = [*self.versions[:-1], joint, *rest.versions[1:]]
         routed = rest.routed_experts
         if routed is not None and self.routed_experts is not None:
-            known = len(self.routed_experts) - 1  # the last token had not gone into the model
-            routed = torch.cat([self.routed_experts[:known], routed[known:]])
+            routed_tokens = len(self.routed_experts) - 1  # the last token had not gone into the model
+            routed = torch.cat([self.routed_experts[:routed_tokens], routed[routed_tokens:]])
         widths = [part.kept_ids.shape[1] for part in (self, rest) if part.kept_ids is not None]
         counts = self.num_preempted, rest.num_preempted
         return RolloutOutput(
@@ -225,13 +225,13 @@ def widened(kept_ids: Tensor, width: int) -> Tensor:
     return functional.pad(kept_ids, (0, width - kept_ids.shape[-1]), value=NOT_KEPT)
 
 
-def kept_table(kept: Sequence[array[int]], width: int) -> Tensor:
+def kept_table(kept_ids: Sequence[array[int]], width: int) -> Tensor:
     """Put the ids that were kept for each token, ascending, into a table as :class:`RolloutOutput` has it."""
-    table = np.full((len(kept), width), NOT_KEPT, dtype=np.int32)
-    if fitting := [row for row, ids in enumerate(kept) if 0 < len(ids) <= width]:
-        counts = np.array([len(kept[row]) for row in fitting])
+    table = np.full((len(kept_ids), width), NOT_KEPT, dtype=np.int32)
+    if fitting := [row for row, ids in enumerate(kept_ids) if 0 < len(ids) <= width]:
+        counts = np.array([len(kept_ids[row]) for row in fitting])
         rows = np.full((len(fitting), width), NOT_KEPT, dtype=np.int32)
-        rows[np.arange(width) < counts[:, None]] = np.concatenate([kept[row] for row in fitting])
+        rows[np.arange(width) < counts[:, None]] = np.concatenate([kept_ids[row] for row in fitting])
         table[fitting] = rows
     return torch.from_numpy(table)
 
@@ -250,14 +250,14 @@ def sample_seed(global_seed: int, step: int, uid: object, sample_index: int) -> 
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-def continued_seed(seed: int, drawn: int) -> int:
+def continued_seed(seed: int, drawn_count: int) -> int:
     """Seed for the rest of a response in an engine whose random numbers cannot go on from a position.
 
     Args:
         seed: of the response.
-        drawn: number of tokens that were drawn before; 0 gives ``seed`` itself.
+        drawn_count: number of tokens that were drawn before; 0 gives ``seed`` itself.
     """
-    return sample_seed(seed, 0, "rest", drawn) if drawn else seed
+    return sample_seed(seed, 0, "rest", drawn_count) if drawn_count else seed
 
 
 def requests_from_prompts(prompts: DataProto, config: RolloutConfig) -> list[RolloutRequest]:
@@ -272,7 +272,7 @@ def requests_from_prompts(prompts: DataProto, config: RolloutConfig) -> list[Rol
     validates = bool(prompts.meta_info.get("validate", False))
     template = sampling_for(config, validates, prompts.meta_info.get("do_sample"))
     routing = config.enable_rollout_routing_replay and not validates
-    kept = config.keep_sampling_mask and not validates and template.truncates
+    returns_kept_ids = config.keep_sampling_mask and not validates and template.truncates
     uids, indices = prompts.non_tensor_batch["uid"], prompts.non_tensor_batch["sample_index"]
     rows = _unpadded(prompts.batch["input_ids"], prompts.batch["attention_mask"], uids, config.prompt_length)
     images = prompts.non_tensor_batch.get("multi_modal_inputs", [None] * len(rows))
@@ -282,7 +282,7 @@ def requests_from_prompts(prompts: DataProto, config: RolloutConfig) -> list[Rol
             replace(template, seed=sample_seed(config.seed, step, uid, int(index))),
             _shared(inputs),
             returns_routing=routing,
-            returns_kept_ids=kept,
+            returns_kept_ids=returns_kept_ids,
         )
         for row, uid, index, inputs in zip(rows, uids, indices, images, strict=True)
     ]

@@ -21,7 +21,7 @@ from verl.errors import RolloutError
 from verl.workers.rollout.request import NO_WEIGHTS, DrawnPart, RolloutOutput, RolloutRequest
 
 Answer = RolloutOutput | RolloutError
-"""What became of a request: a response, or why this request cannot be served."""
+"""Result of a request: a response, or the reason why this request cannot be served."""
 
 STREAM_EVERY_S = 0.05
 """Seconds between two parts of a response that streams: one for each token would cost too much."""
@@ -116,9 +116,9 @@ class RequestQueue:
             self.wait()
         with self._changed:
             count = len(self._waiting) if room is None else min(room, len(self._waiting))
-            taken = [self._waiting.popleft() for _ in range(count)]
-            self._running.update(request_id for request_id, _ in taken)
-            return taken
+            requests = [self._waiting.popleft() for _ in range(count)]
+            self._running.update(request_id for request_id, _ in requests)
+            return requests
 
     def take_cancelled(self) -> set[int]:
         """Return the taken requests cancelled since the last call; the engine drops them without an answer."""
@@ -162,14 +162,14 @@ class RequestQueue:
 
     @property
     def is_closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """True once :meth:`close` was called."""
         return self._is_closed
 
 
 class EngineRequests(Protocol):
     """The requests of a rollout, as every rank gets them; travels to the ranks."""
 
-    def of_engine(self, engine_index: int, weight_version: int) -> AbstractContextManager[RequestQueue]:
+    def open_queue(self, engine_index: int, weight_version: int) -> AbstractContextManager[RequestQueue]:
         """Open the requests to one engine, which is awake with weights of this version.
 
         Engines are counted from 0 in the order of their leading ranks.

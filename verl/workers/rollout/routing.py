@@ -1,4 +1,4 @@
-"""What routers chose for the tokens of running requests, for engines inside the trainer's process."""
+"""Experts that routers chose for the tokens of running requests, for engines inside the trainer's process."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class RoutingTable:
         """Begin rows with the choices of their prompts, (tokens, layers, experts per token) each."""
         self._prompts.update(zip(rows, prompts, strict=True))
 
-    def add(self, rows: Tensor, step: Tensor | int, chosen: Tensor) -> None:
+    def add(self, rows: Tensor, step: Tensor | int, expert_ids: Tensor) -> None:
         """Take the choices of one token of each row, (rows, layers, experts per token); it is token ``step``."""
-        size = chosen[0].numel()
+        size = expert_ids[0].numel()
         if self._shape is None:
-            self._shape, self._responses = chosen.shape[1:], chosen.new_zeros(0, 0)
+            self._shape, self._responses = expert_ids.shape[1:], expert_ids.new_zeros(0, 0)
         last = step if isinstance(step, int) else int(step.max())
         # The table has all numbers of a row side by side.
         self._responses = enlarged(self._responses, int(rows.max()) + 1, (last + 1) * size)
         first = torch.as_tensor(step, device=rows.device).expand(len(rows)) * size
         columns = first[:, None] + torch.arange(size, device=rows.device)
-        self._responses[rows[:, None], columns] = chosen.flatten(1)
+        self._responses[rows[:, None], columns] = expert_ids.flatten(1)
 
-    def of(self, row: int, start: int, end: int) -> Tensor:
+    def row_choices(self, row: int, start: int, end: int) -> Tensor:
         """Return the choices of a row's prompt and of its response tokens from ``start`` on; the last is unknown.
 
         Args:
@@ -47,8 +47,8 @@ class RoutingTable:
         response = torch.full_like(prompt[:1], unknown(prompt.dtype)).repeat(tokens, 1, 1)
         if tokens > 1:
             size = prompt[0].numel()
-            known = self._responses[row, start * size : (end - 1) * size]
-            response[: tokens - 1] = known.view(tokens - 1, *prompt.shape[1:])
+            drawn_routing = self._responses[row, start * size : (end - 1) * size]
+            response[: tokens - 1] = drawn_routing.view(tokens - 1, *prompt.shape[1:])
         return torch.cat([prompt, response]).cpu()
 
     def drop(self, rows: Sequence[int]) -> None:

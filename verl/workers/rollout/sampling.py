@@ -57,11 +57,11 @@ def kept_tokens(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> T
     return torch.zeros_like(within_k).scatter(-1, order, within_k & within_p)
 
 
-def _list_ids(kept: Tensor, ids: Tensor) -> None:
-    """Write the places where ``kept`` (rows, vocab) is true into ``ids`` (rows, K), for rows that have at most K."""
-    counts = kept.sum(-1)
-    rows, tokens = (kept & (counts <= ids.shape[1]).unsqueeze(-1)).nonzero(as_tuple=True)
-    ids[rows, kept.cumsum(-1)[rows, tokens] - 1] = tokens.to(ids.dtype)
+def _list_ids(is_kept: Tensor, ids: Tensor) -> None:
+    """Write the places where ``is_kept`` (rows, vocab) is true into ``ids`` (rows, K), for rows that have at most K."""
+    counts = is_kept.sum(-1)
+    rows, tokens = (is_kept & (counts <= ids.shape[1]).unsqueeze(-1)).nonzero(as_tuple=True)
+    ids[rows, is_kept.cumsum(-1)[rows, tokens] - 1] = tokens.to(ids.dtype)
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -123,10 +123,10 @@ def enlarged(table: Tensor, rows: int, width: int | None = None, fill: float = 0
         width: number of columns wanted.
         fill: content of new places.
     """
-    wanted = (rows,) if width is None else (rows, width)
-    if all(new <= old for new, old in zip(wanted, table.shape, strict=True)):
+    needed = (rows,) if width is None else (rows, width)
+    if all(new <= old for new, old in zip(needed, table.shape, strict=True)):
         return table
-    size = [old if new <= old else max(new, 2 * old) for new, old in zip(wanted, table.shape, strict=True)]
+    size = [old if new <= old else max(new, 2 * old) for new, old in zip(needed, table.shape, strict=True)]
     larger = table.new_full(size, fill) if fill else table.new_zeros(size)
     larger[tuple(slice(old) for old in table.shape)] = table
     return larger
@@ -148,7 +148,7 @@ class TokenSampler:
         self._raw, self._device = raw, device
         self._never = torch.tensor(never, dtype=torch.long, device=device)
         self._kinds: dict[int, tuple[bool, bool]] = {}
-        """Whether each row is greedy, and whether it truncates."""
+        """Kind of each row: whether it is greedy, and whether it truncates."""
         self._greedy = torch.zeros(0, dtype=torch.bool, device=device)
         self._temperature = torch.zeros(0, dtype=torch.float32, device=device)
         self._top_k = torch.zeros(0, dtype=torch.long, device=device)
@@ -299,7 +299,7 @@ class StopRules:
         for row in rows:
             self._texts.pop(row, None)
 
-    def going_on(self, tokens: Tensor, rows: Tensor, step: int | Tensor) -> Tensor:
+    def unfinished(self, tokens: Tensor, rows: Tensor, step: int | Tensor) -> Tensor:
         """Check the newest token of the given rows; return the positions in ``rows`` that have not ended, ascending.
 
         Args:
@@ -307,31 +307,33 @@ class StopRules:
             rows: (n,) rows that are still in the batch.
             step: position of the newest token, one for all rows or (n,).
         """
-        was_going = self._lengths[rows] == 0
+        was_unfinished = self._lengths[rows] == 0
         stops = (tokens[rows, step][:, None] == self._ends[rows]).any(-1)
         if self._texts:
-            stops |= self._completes_text(tokens, rows, was_going, step)
-        ends_now = was_going & (stops | (self._limits[rows] <= step + 1))
+            stops |= self._completes_text(tokens, rows, was_unfinished, step)
+        ends_now = was_unfinished & (stops | (self._limits[rows] <= step + 1))
         self._lengths[rows] += ends_now * (step + 1)
         self._stopped[rows] |= ends_now & stops
-        return (was_going & ~ends_now).nonzero().squeeze(-1)
+        return (was_unfinished & ~ends_now).nonzero().squeeze(-1)
 
-    def _completes_text(self, tokens: Tensor, rows: Tensor, was_going: Tensor, step: int | Tensor) -> Tensor:
-        completes = torch.zeros_like(was_going)
+    def _completes_text(self, tokens: Tensor, rows: Tensor, was_unfinished: Tensor, step: int | Tensor) -> Tensor:
+        completes = torch.zeros_like(was_unfinished)
         ends = (torch.zeros_like(rows) + step + 1).tolist()
-        for index, (row, going, end) in enumerate(zip(rows.tolist(), was_going.tolist(), ends, strict=True)):
+        for index, (row, going, end) in enumerate(zip(rows.tolist(), was_unfinished.tolist(), ends, strict=True)):
             if going and (texts := self._texts.get(row)):
                 tail = tokens[row, max(0, end - _tokens_to_decode(texts)) : end].tolist()
                 completes[index] = completes_stop_text(tail, texts, self._tokenizer)
         return completes
 
-    def results(self, drawn: int | Tensor = 0, rows: Tensor | None = None) -> tuple[list[int], list[FinishReason]]:
+    def results(
+        self, drawn_count: int | Tensor = 0, rows: Tensor | None = None
+    ) -> tuple[list[int], list[FinishReason]]:
         """Length and finish reason of each of the given rows, by default of all.
 
-        An unfinished row has ``drawn`` tokens, one number for all rows or one for each, and reason "abort".
+        An unfinished row has ``drawn_count`` tokens, one number for all rows or one for each, and reason "abort".
         """
         ends, stops = (self._lengths, self._stopped) if rows is None else (self._lengths[rows], self._stopped[rows])
-        lengths = torch.where(ends == 0, drawn, ends)
+        lengths = torch.where(ends == 0, drawn_count, ends)
         reasons: list[FinishReason] = [
             "abort" if length == 0 else "stop" if stopped else "length"
             for length, stopped in zip(ends.tolist(), stops.tolist(), strict=True)
@@ -340,7 +342,7 @@ class StopRules:
 
 
 def completes_stop_text(tokens: list[int], texts: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the last token completes one of the stop texts, provided that no earlier token did."""
+    """Return whether the last token completes one of the stop texts, provided that no earlier token did."""
     tail = tokenizer.decode(tokens[-_tokens_to_decode(texts) :])
     return any(text in tail for text in texts)
 

@@ -32,7 +32,7 @@ class ScoreRequest:
     start: int
     """Place of the first token to score; at least 1, because a model needs a token to go on from."""
     top_k: int = 0
-    """How many of the most likely tokens are returned at each place."""
+    """Number of the most likely tokens that are returned at each place."""
     temperature: float = 1.0
     """Divisor of the logits, above 0."""
     images: SharedTensors | None = None
@@ -79,7 +79,7 @@ class TokenScores:
     """(tokens, top_k) float32."""
 
     @classmethod
-    def of(
+    def from_report(
         cls,
         request: ScoreRequest,
         log_probs: Sequence[float],
@@ -125,7 +125,7 @@ _NOT_FINITE = -9000.0
 def by_temperature(requests: Mapping[int, ScoreRequest]) -> Iterator[tuple[float, dict[int, ScoreRequest]]]:
     """Yield each temperature of the requests, ascending, with its requests: an engine follows one at a time."""
     for temperature in sorted({request.temperature for request in requests.values()}):
-        yield temperature, {index: one for index, one in requests.items() if one.temperature == temperature}
+        yield temperature, {index: request for index, request in requests.items() if request.temperature == temperature}
 
 
 def finite_or_not(reported: float | None) -> float:
@@ -137,7 +137,7 @@ def scores_of_prompt(
     request: ScoreRequest,
     places: Sequence[Mapping[str, Mapping[str, Any]] | None],
     source: str,
-    known: int | None = None,
+    vocab_size: int | None = None,
 ) -> TokenScores:
     """Read the log-probs of a prompt in vLLM's format.
 
@@ -145,10 +145,10 @@ def scores_of_prompt(
         request: what was asked.
         places: of each place of the prompt its token and the most likely ones, by id: ``logprob`` and ``rank``.
         source: who reports them, for messages.
-        known: ids below it may be among the most likely ones; None for all.
+        vocab_size: ids below it may be among the most likely ones; None for all.
 
     Raises:
-        RolloutError: they are incomplete or not finite, or an id is not below ``known``.
+        RolloutError: they are incomplete or not finite, or an id is not below ``vocab_size``.
     """
     log_probs: list[float] = []
     top: list[list[tuple[int, float]]] = []
@@ -159,18 +159,18 @@ def scores_of_prompt(
         ranked = sorted(likely.items(), key=lambda item: item[1]["rank"])
         log_probs.append(finite_or_not(by_id[token]["logprob"] if token in by_id else None))
         top.append([(i, finite_or_not(e["logprob"])) for i, e in ranked])
-        if known is not None and (beyond := [i for i, _ in ranked if i >= known]):
+        if vocab_size is not None and (beyond := [i for i, _ in ranked if i >= vocab_size]):
             raise RolloutError(
                 f"{source} has token {beyond[0]} among the {request.top_k} most likely ones of a place, and the policy "
-                f"knows the ids below {known}: padding of this model's embedding has probability. Take a divergence of "
-                "sampled tokens, or another model."
+                f"knows the ids below {vocab_size}: padding of this model's embedding has probability. Take a "
+                "divergence of sampled tokens, or another model."
             )
-    return TokenScores.of(request, log_probs, top, source)  # which compares the numbers
+    return TokenScores.from_report(request, log_probs, top, source)  # which compares the numbers
 
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """How an engine makes a distribution of its logits, for scores alone."""
+    """Rule by which an engine makes a distribution of its logits, for scores alone."""
 
     temperature: float = 1.0
     unknown_ids: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""What a rollout engine is doing, for monitoring."""
+"""State of a rollout engine, for monitoring."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class EngineState:
-    """What the engine of one rank does at a moment; None where an engine does not tell."""
+    """State of one rank's engine at a moment; None where an engine does not report a value."""
 
     weight_version: int
     """Version of the weights that it holds; -1 for none, as while it sleeps."""
@@ -34,10 +34,10 @@ class EngineState:
     accepted_tokens: float | None = None
     """Proposed tokens that became part of responses."""
     preemptions: float | None = None
-    """How often a request was interrupted for want of memory since the engine was made."""
+    """Number of preemptions of requests for lack of memory since the engine was made."""
 
 
-OF_REQUESTS = ("requests_running", "requests_waiting", "memory_use", "memory_tokens")
+REQUEST_FIELDS = ("requests_running", "requests_waiting", "memory_use", "memory_tokens")
 """Fields that are 0 in an engine without requests."""
 
 
@@ -58,6 +58,8 @@ def samples_of(text: str, names: Iterable[str]) -> list[tuple[str, float]]:
     """Return the samples with one of the names in Prometheus's text format, with the library ``prometheus_client``."""
     from prometheus_client.parser import text_string_to_metric_families  # the extra `prometheus`
 
-    wanted = tuple(names)  # most lines are of histograms, and would take long to parse
-    lines = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(wanted))
-    return [(one.name, one.value) for family in text_string_to_metric_families(lines) for one in family.samples]
+    prefixes = tuple(names)  # most lines are of histograms, and would take long to parse
+    lines = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(prefixes))
+    return [
+        (sample.name, sample.value) for family in text_string_to_metric_families(lines) for sample in family.samples
+    ]

@@ -77,17 +77,17 @@ class ExpectedWeights:
         # Such as angles of rotation. Those of files, such as the bias of DeepSeek-V3's routers, are weights.
         self._skipped = set() if with_buffers else self._buffers - module.state_dict().keys()
         self.shapes = {name: buffer.shape for name, buffer in buffers.items()}
-        """Of weights and buffers, by name."""
+        """Shapes of weights and buffers, by name."""
         self.shapes |= {name: parameter.shape for parameter, name in names.items()}
         # Tied weights have several names; they are passed on once, under the first.
         self._first_names = {name: name for name in buffers}
         self._first_names |= {name: names[p] for name, p in module.named_parameters(remove_duplicate=False)}
-        self.of_heads = {} if heads is None else {name: torch.Size(shape) for name, shape in heads.shapes.items()}
+        self.head_shapes = {} if heads is None else {name: torch.Size(shape) for name, shape in heads.shapes.items()}
         """Shapes of the weights of heads, by name."""
         if heads is not None:
-            self._buffers |= {name for name in self.of_heads if heads.in_last_layer(name) in buffers}
-        self.shapes |= self.of_heads
-        self._first_names |= {name: name for name in self.of_heads}
+            self._buffers |= {name for name in self.head_shapes if heads.in_last_layer(name) in buffers}
+        self.shapes |= self.head_shapes
+        self._first_names |= {name: name for name in self.head_shapes}
 
     def checked(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
         """Yield each fitting weight once, converted.
@@ -110,7 +110,7 @@ class ExpectedWeights:
                 seen.add(name)
                 dtype = tensor.dtype if name in self._buffers else self._dtype or tensor.dtype
                 yield name, tensor.detach().to(dtype)
-        needed = [*self._needed, *(self.of_heads if seen & self.of_heads.keys() else ())]
+        needed = [*self._needed, *(self.head_shapes if seen & self.head_shapes.keys() else ())]
         problems += [f"{name} is missing" for name in needed if name not in seen]
         check_fit(problems, version, self.model_name)
 
@@ -155,12 +155,12 @@ def in_files(
     for name, tensor in weights:
         may_divide = bool(machines) and names.can_divide(name)
         if not (may_divide and isinstance(tensor, DTensor) and is_held_by_each(tensor, machines.values())):
-            yield from names.of(name, full_tensor(tensor, device))
+            yield from names.convert(name, full_tensor(tensor, device))
             continue
         box, start = local_part(tensor)
         if not is_first_holder(tensor, machines[machine_identity()]):
             box = box[:0]
-        yield from names.of_divided(name, DividedTensor(tensor.shape, box, start))
+        yield from names.convert_divided(name, DividedTensor(tensor.shape, box, start))
 
 
 def check_fit(problems: Sequence[str], version: int, model_name: str) -> None:
@@ -217,8 +217,8 @@ def _signed_rows(rows: Tensor, first: int, nbytes: int) -> Tensor:
     words, index = data.view(torch.int64), first // 8
     head = min(-index % ROW_WORDS, len(words))
     count, factor = (len(words) - head) // ROW_WORDS, 2 * ((index + head) // ROW_WORDS) + 1
-    whole = words[head : head + count * ROW_WORDS].view(count, ROW_WORDS).sum(-1)
-    total = (whole * (2 * torch.arange(count, device=data.device) + factor)).sum() + rows.numel()
+    row_sums = words[head : head + count * ROW_WORDS].view(count, ROW_WORDS).sum(-1)
+    total = (row_sums * (2 * torch.arange(count, device=data.device) + factor)).sum() + rows.numel()
     total += words[:head].sum() * (2 * (index // ROW_WORDS) + 1)
     total += words[head + count * ROW_WORDS :].sum() * (factor + 2 * count)
     if len(words) and nbytes % 8 and (index + len(words)) * 8 > nbytes:  # an incomplete word is a row of its own
@@ -235,15 +235,15 @@ class SharedPart:
     """A part of the weights in memory that an engine sees too; valid until the next one is asked for."""
 
     location: Mapping[str, object]
-    """Where its bytes lie: ``path`` of a file, ``paths`` of several by machine, or ``handle`` of memory on a device."""
+    """Location of the bytes: ``path`` of a file, ``paths`` of several by machine, ``handle`` of memory on a device."""
     memory: Tensor
     """The bytes, as this process sees them."""
     tensors: Mapping[str, tuple[torch.dtype, torch.Size, int]]
     """Format, shape and first byte of each tensor."""
     checksums: Mapping[str, str]
-    """Of the tensors before they were copied."""
+    """Checksums of the tensors before they were copied, by name."""
     nbytes: int
-    """Of the tensors, without the gaps between them."""
+    """Size of the tensors, without the gaps between them."""
 
     def description(self) -> dict[str, object]:
         """JSON of which ``verl_engine.weights_in_part`` makes the tensors."""
@@ -295,7 +295,7 @@ class SharedBuffer(ABC):
             for texts in self._ranks(as_text(signed)):
                 for (name, start), text in texts.items():
                     terms[name][start] = int(text)  # of copies one counts
-            checksums = {name: str(sum(of_ranks.values()) % 2**64) for name, of_ranks in terms.items()}
+            checksums = {name: str(sum(rank_terms.values()) % 2**64) for name, rank_terms in terms.items()}
             return SharedPart(self._location(), self._memory[:end], tensors, checksums, nbytes)
 
         for name, tensor in weights:
@@ -323,11 +323,11 @@ class SharedBuffer(ABC):
 
     @abstractmethod
     def _location(self) -> Mapping[str, object]:
-        """Where the memory is, for other processes."""
+        """Return the location of the memory, for other processes."""
 
     @abstractmethod
     def _has_room(self, size: int) -> bool:
-        """Whether the part under way, whose bytes stay, may grow to ``size`` bytes."""
+        """Return whether the part under way, whose bytes stay, may grow to ``size`` bytes."""
 
     @abstractmethod
     def _make_room(self, size: int, part_bytes: int) -> None:
@@ -345,7 +345,7 @@ class _Reserved:
     folder: str = ""
     """The one that is full."""
     has_other_folder: bool = False
-    """Whether the machine can go on in another."""
+    """True if the machine can continue in another folder."""
 
 
 class FileBuffer(SharedBuffer):
@@ -368,9 +368,9 @@ class FileBuffer(SharedBuffer):
         self._room = 0
         """Bytes of the file on every machine: each part has the same tensors on all."""
         self.path = ""
-        """Of the file, for processes of this machine."""
+        """Path of the file, for processes of this machine."""
         self._paths: dict[str, str] = {}
-        """Of the files of all machines that are in step."""
+        """Paths of the files of all machines that are in step."""
 
     def _location(self) -> Mapping[str, object]:
         return {"paths": self._paths} if len(self._paths) > 1 else {"path": self.path}
@@ -425,17 +425,21 @@ class FileBuffer(SharedBuffer):
         """Provide ``size`` bytes, or return the machines whose folder has no room for them."""
         if size <= self._room:
             return {}
-        of_machines = self._ranks.by_machine(self._reserve(size) if self._ranks.rank == 0 else _Reserved())
-        if full := {machine: one for machine, one in of_machines.items() if one.problem is not None}:
+        reserved = self._ranks.by_machine(self._reserve(size) if self._ranks.rank == 0 else _Reserved())
+        if full := {
+            machine: machine_reserved
+            for machine, machine_reserved in reserved.items()
+            if machine_reserved.problem is not None
+        }:
             return full
-        here = of_machines[self._ranks.machine]
+        here = reserved[self._ranks.machine]
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # copies into the mapping that ends here
         unpin(self._memory)
         self.path = here.path
         self._memory = torch.from_file(here.path, shared=True, size=here.size, dtype=torch.uint8)
-        self._room = min(one.size for one in of_machines.values())
-        self._paths = {machine: one.path for machine, one in of_machines.items()}
+        self._room = min(machine_reserved.size for machine_reserved in reserved.values())
+        self._paths = {machine: machine_reserved.path for machine, machine_reserved in reserved.items()}
         return {}
 
     def _reserve(self, size: int) -> _Reserved:
@@ -527,15 +531,15 @@ def default_folders() -> list[Path]:
     return [*in_memory, Path(tempfile.gettempdir())]
 
 
-def _allocate(file: int, wanted: int, needed: int) -> int:
-    """Reserve ``wanted`` bytes of a file, or at least those needed; return how many."""
+def _allocate(file: int, preferred: int, needed: int) -> int:
+    """Reserve ``preferred`` bytes of a file, or at least those needed; return how many."""
     try:
-        os.posix_fallocate(file, 0, wanted)
+        os.posix_fallocate(file, 0, preferred)
     except OSError:
-        if wanted == needed:
+        if preferred == needed:
             raise
         return _allocate(file, needed, needed)
-    return wanted
+    return preferred
 
 
 def save_tensors(tensors: Mapping[str, Tensor], folders: Sequence[Path], name: str, what: str) -> Path:

@@ -45,15 +45,15 @@ def device_uuid(device: torch.device) -> str | None:
 
 
 class Share(NamedTuple):
-    """Which weights of a part one of an engine's processes verifies: on a machine all read the same memory."""
+    """The weights of a part that one of an engine's processes verifies: on a machine all read the same memory."""
 
     rank: int
-    """Of the process among those of its machine, from 0."""
+    """Index of the process among those of its machine, from 0."""
     ranks: int
     """Processes of the engine on a machine."""
 
     def has(self, index: int) -> bool:
-        """Whether the weight with this index in its part is one of them."""
+        """Return whether the weight with this index in its part is one of them."""
         return index % self.ranks == self.rank
 
 
@@ -75,17 +75,17 @@ def with_checksums(
     checksums: dict[str, str],
     device: torch.device = _CPU,
     share: Share = ALL,
-    whole: Container[str] = (),
+    full_layers: Container[str] = (),
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights; at the end store in ``checksums`` those of this process's share.
 
     These are yielded on ``device``, where their checksum is computed, and so are weights of layers called as one of
-    ``whole`` (see :func:`divided_by_columns`). Others are yielded where they are.
+    ``full_layers`` (see :func:`divided_by_columns`). Others are yielded where they are.
     """
     signed: dict[str, Tensor] = {}
     try:
         for index, (name, tensor) in enumerate(weights):
-            if share.has(index) or name.rpartition(".")[0].rpartition(".")[2] in whole:
+            if share.has(index) or name.rpartition(".")[0].rpartition(".")[2] in full_layers:
                 tensor = tensor.to(device, non_blocking=True)
             if share.has(index):
                 signed[name] = signed_checksum(tensor)
@@ -97,15 +97,17 @@ def with_checksums(
 def signed_checksum(tensor: Tensor) -> Tensor:
     """Return the checksum as an int64 on the tensor's device, so that a GPU need not be waited for."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    words = data[:whole].view(torch.int64) if data.data_ptr() % 8 == 0 else data[:whole].clone().view(torch.int64)
+    word_bytes = data.numel() // 8 * 8
+    words = (
+        data[:word_bytes].view(torch.int64) if data.data_ptr() % 8 == 0 else data[:word_bytes].clone().view(torch.int64)
+    )
     rows = words.numel() // ROW_WORDS
     sums = words[rows * ROW_WORDS :].sum() * (2 * rows + 1) + tensor.numel()
     if rows:
         sums += (words[: rows * ROW_WORDS].view(rows, ROW_WORDS).sum(-1) * _factors(rows, data.device)).sum()
-    if whole < data.numel():
+    if word_bytes < data.numel():
         last = data.new_zeros(8)
-        last[: data.numel() - whole] = data[whole:]
+        last[: data.numel() - word_bytes] = data[word_bytes:]
         sums += last.view(torch.int64).sum() * (2 * rows + 3)
     return sums
 

@@ -26,14 +26,14 @@ def image_item(pixels: Tensor, grid: Tensor, seconds: float | None) -> object:
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
     kind, patches = modality_of(grid.numpy()), grid.prod().unsqueeze(0)
-    of_pixels, of_grid = (
+    pixels_name, grid_name = (
         ("pixel_values", "image_grid_thw") if kind == "image" else ("pixel_values_videos", "video_grid_thw")
     )
     fields = {
-        of_pixels: MultiModalFieldConfig.flat_from_sizes(kind, patches),
-        of_grid: MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
+        pixels_name: MultiModalFieldConfig.flat_from_sizes(kind, patches),
+        grid_name: MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
     }
-    inputs = {of_pixels: pixels, of_grid: grid.unsqueeze(0)}
+    inputs = {pixels_name: pixels, grid_name: grid.unsqueeze(0)}
     if kind == "video" and seconds is not None:
         fields["second_per_grid_ts"] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
         inputs["second_per_grid_ts"] = torch.tensor([seconds])

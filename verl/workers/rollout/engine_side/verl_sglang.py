@@ -110,13 +110,13 @@ class ContractSampler(sglang_sampler.Sampler):
     ``TokenSampler``.
     """
 
-    made = False
-    """Whether SGLang has created this sampler in this process; reported with each update of the weights."""
+    is_created = False
+    """True once SGLang has created this sampler in this process; reported with each update of the weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        ContractSampler.made = True
-        self._known: dict[int, tuple[int, dict[str, object]]] = {}
+        ContractSampler.is_created = True
+        self._rows_of_params: dict[int, tuple[int, dict[str, object]]] = {}
         """id() of a request's params: its row in the token sampler, and the params, so that the id is not reused."""
         self._most_rows = 0
         self._raw = False
@@ -145,9 +145,9 @@ class ContractSampler(sglang_sampler.Sampler):
                 **kwargs,
             )
         logits = logits_output.next_token_logits
-        if any(id(p) not in self._known for p in params):
+        if any(id(p) not in self._rows_of_params for p in params):
             self._learn(params, logits.device)
-        rows = torch.tensor([self._known[id(p)][0] for p in params]).to(logits.device, non_blocking=True)
+        rows = torch.tensor([self._rows_of_params[id(p)][0] for p in params]).to(logits.device, non_blocking=True)
         starts = torch.tensor([p["prompt_length"] - 1 for p in params]).to(logits.device, non_blocking=True)
         # Requests for what sampling kept ask for as many of the most likely tokens, and get these in their place.
         kept_ids = None
@@ -172,16 +172,16 @@ class ContractSampler(sglang_sampler.Sampler):
         self._most_rows = max(self._most_rows, len(params))
         raw = params[0]["raw"]
         if self._tokens is None or raw != self._raw:
-            self._known, self._raw, self._tokens = {}, raw, sampling.TokenSampler([], device, raw=raw)
-        new = [p for p in params if id(p) not in self._known]
-        if len(self._known) + len(new) > 2 * self._most_rows:
+            self._rows_of_params, self._raw, self._tokens = {}, raw, sampling.TokenSampler([], device, raw=raw)
+        new = [p for p in params if id(p) not in self._rows_of_params]
+        if len(self._rows_of_params) + len(new) > 2 * self._most_rows:
             current = {id(p) for p in params}
-            forgotten = [key for key in self._known if key not in current]
-            self._tokens.drop([self._known.pop(key)[0] for key in forgotten])
-        taken = {row for row, _ in self._known.values()}
-        rows = [row for row in range(len(taken) + len(new)) if row not in taken][: len(new)]
+            forgotten = [key for key in self._rows_of_params if key not in current]
+            self._tokens.drop([self._rows_of_params.pop(key)[0] for key in forgotten])
+        used_rows = {row for row, _ in self._rows_of_params.values()}
+        rows = [row for row in range(len(used_rows) + len(new)) if row not in used_rows][: len(new)]
         self._tokens.put(rows, [RowParams(**p["row"]) for p in new])
-        self._known |= {id(p): (row, p) for row, p in zip(rows, new, strict=True)}
+        self._rows_of_params |= {id(p): (row, p) for row, p in zip(rows, new, strict=True)}
 
 
 # ---- scores
@@ -189,7 +189,7 @@ class ContractSampler(sglang_sampler.Sampler):
 
 @dataclass
 class FollowedRule:
-    """How distributions are made of the logits of a prompt: see ``verl.workers.rollout.scoring``."""
+    """Rule by which a prompt's logits become a distribution; see ``verl.workers.rollout.scoring``."""
 
     temperature: float = 1.0
     unknown_ids: list[int] = field(default_factory=list)
@@ -241,7 +241,7 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     arrived: dict[str, str] = {}
     report: dict[str, object] = {
         "problem": "",
-        "sampler": ContractSampler.made,
+        "sampler": ContractSampler.is_created,
         "device": device_uuid(device),
         "arrived": arrived,
     }
@@ -267,7 +267,7 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
             mm_schedule.embedding_cache.clear()
     except _LOADING_ERRORS as error:  # raised, it would end SGLang's server
         report["problem"] = f"{type(error).__name__}: {error}"
-    _tell(order["report"], report)
+    _write_reports(order["report"], report)
 
 
 def read_adapters(adapter: Any) -> None:
@@ -279,12 +279,13 @@ def read_adapters(adapter: Any) -> None:
     arrived: dict[str, str] = {}
     files = map(str, folder.glob("*.safetensors"))
     adapter.initialize_weights_from_tensors(dict(with_checksums(weights_in_files(files), arrived)))
-    _tell(
-        str(folder / ADAPTER_REPORT), {"problem": "", "sampler": ContractSampler.made, "arrived": arrived, "held": {}}
+    _write_reports(
+        str(folder / ADAPTER_REPORT),
+        {"problem": "", "sampler": ContractSampler.is_created, "arrived": arrived, "held": {}},
     )
 
 
-def _tell(path: str, report: dict[str, object]) -> None:
+def _write_reports(path: str, report: dict[str, object]) -> None:
     """Write the reports of all ranks, in their order, to a file on the first rank's machine. Collective."""
     reports = [report]
     if torch.distributed.is_initialized():
@@ -311,10 +312,10 @@ def read_images_from_files() -> None:
     @functools.wraps(process)
     async def with_pixels(self: object, image_data: Any, *args: object, **kwargs: object) -> Any:
         prompts = [json.loads(encoded) for encoded in image_data or ()]
-        made = await process(self, [_with_pixels(images) for images in prompts], *args, **kwargs)
+        output = await process(self, [_with_pixels(images) for images in prompts], *args, **kwargs)
         if prompts:
-            _tell_apart(made, [step for images in prompts for step in _identities(images["files"])])
-        return made
+            _set_identities(output, [step for images in prompts for step in _identities(images["files"])])
+        return output
 
     QwenVLImageProcessor.process_mm_data_async = with_pixels
 
@@ -331,11 +332,11 @@ def _identities(files: list[str]) -> Iterator[bytes]:
             yield hashlib.blake2b(f"{Path(file).stem} {step}".encode(), digest_size=32).digest()
 
 
-def _tell_apart(made: Any, identities: list[bytes]) -> None:
+def _set_identities(output: Any, identities: list[bytes]) -> None:
     """Let SGLang keep features and keys by identities, as it goes by pixels alone and positions come from grids too."""
-    for item, identity in zip(made.mm_items, identities, strict=True):
+    for item, identity in zip(output.mm_items, identities, strict=True):
         item.set_identity(identity)
-    made.padded_input_ids = made.build_padded_input_ids(made.input_ids, made.mm_items)
+    output.padded_input_ids = output.build_padded_input_ids(output.input_ids, output.mm_items)
 
 
 def _with_pixels(images: dict[str, Any]) -> dict[str, object]:

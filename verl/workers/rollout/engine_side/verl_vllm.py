@@ -56,8 +56,8 @@ class WeightLoader:
         from vllm.config import set_current_vllm_config
 
         checksums: dict[str, str] = {}
-        of_machine = self.vllm_config.parallel_config.local_world_size
-        share = Share(self.rank % of_machine, of_machine)
+        local_ranks = self.vllm_config.parallel_config.local_world_size
+        share = Share(self.rank % local_ranks, local_ranks)
         with set_current_vllm_config(self.vllm_config):
             if is_first:
                 self.begin_weights()
@@ -86,24 +86,24 @@ class WeightLoader:
 
         vLLM has the heads in a model of their own, which shares embedding and output matrix with the model.
         """
-        of_heads: list[tuple[str, Tensor]] = []
+        head_weights: list[tuple[str, Tensor]] = []
         layers = self.model_runner.model_config.hf_text_config.num_hidden_layers
 
-        def of_model() -> Iterator[tuple[str, Tensor]]:
+        def model_weights() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
                 match = _LAYER.match(name)
                 if match is not None and int(match[1]) >= layers:
-                    of_heads.append((name, tensor))
+                    head_weights.append((name, tensor))
                 else:
                     yield name, tensor
 
-        model.load_weights(of_model())
-        heads = self.model_runner.get_draft_model() if of_heads else None
+        model.load_weights(model_weights())
+        heads = self.model_runner.get_draft_model() if head_weights else None
         if heads is not None:  # else another pipeline stage has them
             if self.heads is None:
                 self.heads = HeadsAlone(heads, model)
                 self.begin_layers(self.heads)
-            heads.load_weights(iter(of_heads))
+            heads.load_weights(iter(head_weights))
 
     def begin_weights(self) -> None:
         """Let vLLM take all weights anew."""

@@ -1,4 +1,4 @@
-"""What vLLM 0.32 lacks on a CPU: updates of experts and int8, experts on ranks, eager stages, draws with proposals."""
+"""Additions to vLLM 0.32 on CPUs: updates of experts and int8, experts on ranks, eager stages, draws with proposals."""
 
 from __future__ import annotations
 

@@ -70,9 +70,9 @@ def _with_an_image(model: NativeModel, sequences: list[Tensor]) -> list[dict[str
     return [image, *[{} for _ in sequences[1:]]]
 
 
-def _placed(model: NativeModel, ids: list[int], images: dict[str, Tensor]) -> PlacedImages | None:
+def _place_images(model: NativeModel, ids: list[int], images: dict[str, Tensor]) -> PlacedImages | None:
     request = RolloutRequest(ids, SamplingParams(max_tokens=1, seed=0), SharedTensors(images) if images else None)
-    return PlacedImages.of(request, model.vision)
+    return PlacedImages.from_request(request, model.vision)
 
 
 def _prefill_and_decode(model: NativeModel, sequences: list[Tensor], images: list[dict[str, Tensor]]) -> list[Tensor]:
@@ -80,18 +80,18 @@ def _prefill_and_decode(model: NativeModel, sequences: list[Tensor], images: lis
     lengths = [len(ids) for ids in sequences]
     memory = model.memory(room=len(sequences), prompt_room=max(lengths), response_room=_NEW_TOKENS)
     prompts = [ids[:n].tolist() for ids, n in zip(sequences, _PROMPT_TOKENS, strict=True)]
-    placed = [_placed(model, ids, inputs) for ids, inputs in zip(prompts, images, strict=True)]
-    offsets = [0 if one is None else one.offset for one in placed]
+    prompt_images = [_place_images(model, ids, inputs) for ids, inputs in zip(prompts, images, strict=True)]
+    offsets = [0 if row_images is None else row_images.offset for row_images in prompt_images]
     memory.admit(_PROMPT_TOKENS, [1] * len(sequences), offsets=offsets)
-    logits = [model.prefill(memory, prompts, images=placed)]
+    logits = [model.prefill(memory, prompts, images=prompt_images)]
     for step in range(_NEW_TOKENS):
         newest = torch.stack([ids[n + step] for ids, n in zip(sequences, _PROMPT_TOKENS, strict=True)])
         logits.append(model.decode(memory, newest))
-    known = [memory.row_states(0, 0, _KNOWN_TOKENS), *[None] * (len(sequences) - 1)]
+    cached = [memory.row_states(0, 0, _KNOWN_TOKENS), *[None] * (len(sequences) - 1)]
     memory.keep(torch.zeros(0, dtype=torch.long, device=model.device))
-    memory.admit(lengths, [1] * len(sequences), known)
+    memory.admit(lengths, [1] * len(sequences), cached)
     starts = [_KNOWN_TOKENS, *[0] * (len(sequences) - 1)]
-    whole = [ids.tolist() for ids in sequences]
-    placed = [_placed(model, ids, inputs) for ids, inputs in zip(whole, images, strict=True)]
-    logits.append(model.prefill(memory, whole, starts, placed))
+    sequence_ids = [ids.tolist() for ids in sequences]
+    prompt_images = [_place_images(model, ids, inputs) for ids, inputs in zip(sequence_ids, images, strict=True)]
+    logits.append(model.prefill(memory, sequence_ids, starts, prompt_images))
     return list(torch.stack(logits, dim=1))

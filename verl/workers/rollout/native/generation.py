@@ -39,7 +39,7 @@ class Group:
     images: PlacedImages | None = None
     members: list[tuple[int, RolloutRequest]] = field(default_factory=list)
     """Id of each request, and the request."""
-    known: Prefix = field(default_factory=Prefix)
+    cached: Prefix = field(default_factory=Prefix)
     """The beginning of the prompt whose keys and values are cached."""
 
     @property
@@ -55,7 +55,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """What came from outside since the last token."""
+    """Requests and signals that came from outside since the last token."""
 
     is_aborted: bool
     cancelled: set[int]
@@ -104,7 +104,7 @@ class Generation:
         self.prompt_tokens = 0
         """Tokens of the prompts that were admitted; of a group of equal ones, once."""
         self.known_tokens = 0
-        """Those of them that were in the cache."""
+        """Tokens of those prompts that were in the cache."""
         self.response_tokens = 0
         """Tokens that were drawn."""
         self._waiting: deque[Group] = deque()
@@ -113,12 +113,12 @@ class Generation:
         self._waited = 0
         """Tokens that were drawn for running rows since a request began to wait."""
         self._running: dict[int, tuple[int, int, Group]] = {}
-        """Of the request of each row its id, how many tokens of the response were drawn before, and its group."""
+        """Request of each row: its id, the number of response tokens drawn before, and its group."""
         self._free = list(range(memory.room))
         """A heap of the rows that are not in use."""
         none = torch.zeros(0, dtype=torch.long, device=model.device)
         self._routing: RoutingTable | None = None
-        """What routers chose for the rows, once a request has asked for it."""
+        """Experts that routers chose for the rows, once a request has asked for them."""
         self._routed: set[int] = set()
         """Ids of the requests that asked."""
         self._kept_width = kept_width
@@ -127,9 +127,9 @@ class Generation:
         self._masked: set[int] = set()
         """Ids of the requests that asked."""
         self._streamed: dict[int, int] = {}
-        """Of each request that streams, how many of its tokens were given in parts."""
+        """Number of tokens that were already passed on in parts, for each request that streams."""
         self._streamed_at = 0.0
-        self._drawn = none
+        self._drawn_counts = none
         """(rows,) number of tokens drawn."""
         self._tokens = none.view(0, 0)
         """(rows, longest response) tokens drawn, 0 or left from an earlier request beyond."""
@@ -148,7 +148,7 @@ class Generation:
 
     def run(self, aborted: Event) -> None:
         """Draw tokens until no request runs or waits, or ``aborted`` is set, which ends them all."""
-        rows, logits = self._drawn[:0], None  # running rows, and the logits of the next token of each
+        rows, logits = self._drawn_counts[:0], None  # running rows, and the logits of the next token of each
         while not (news := self._news(aborted)).is_aborted:
             if news.cancelled:
                 rows, logits = self._without(news.cancelled, rows, logits)
@@ -187,7 +187,7 @@ class Generation:
                 except RolloutError as error:
                     self._queue.answer(request_id, error)
                     continue
-            images = PlacedImages.of(request, self._model.vision)
+            images = PlacedImages.from_request(request, self._model.vision)
             new = Group(request.prompt_ids, images)
             group = self._open.get(new.identity)
             if group is None or len(group.members) == self._memory.room:
@@ -200,7 +200,7 @@ class Generation:
             if request.returns_kept_ids:
                 self._masked.add(request_id)
             if request.streams:
-                self._streamed[request_id] = request.drawn
+                self._streamed[request_id] = request.drawn_count
 
     def _admit(self, aborted: Event) -> list[tuple[Tensor, Tensor]]:
         """Prefill requests for which there is room; one pair of rows and logits of their first tokens per pass."""
@@ -214,9 +214,9 @@ class Generation:
             return []
         self._waited = 0
         passes = []
-        while not aborted.is_set() and (chosen := self._next_pass(memory.room - memory.rows)):
-            rows = [heapq.heappop(self._free) for group in chosen for _ in group.members]
-            passes.append((self._start(chosen, rows), self._prefill(chosen, rows)))
+        while not aborted.is_set() and (groups := self._next_pass(memory.room - memory.rows)):
+            rows = [heapq.heappop(self._free) for group in groups for _ in group.members]
+            passes.append((self._start(groups, rows), self._prefill(groups, rows)))
         return passes
 
     def _next_pass(self, free: int) -> list[Group]:
@@ -225,76 +225,82 @@ class Generation:
         With a cache, of several groups that begin with the same page that is not cached yet only the first is taken:
         the next pass finds its states in the cache.
         """
-        chosen: list[Group] = []
+        groups: list[Group] = []
         later: list[Group] = []
-        begun: set[tuple[tuple[int, ...], tuple[bytes, ...]]] = set()
+        beginnings: set[tuple[tuple[int, ...], tuple[bytes, ...]]] = set()
         budget = self._prefill_tokens
         while self._waiting and (group := self._waiting[0]) and len(group.members) <= free:
             if self._cache is not None:
-                group.known = self._cache.find(group.prompt_ids, group.spans)
-            new = len(group.prompt_ids) - len(group.known)
-            if chosen and new > budget:
+                group.cached = self._cache.find(group.prompt_ids, group.spans)
+            new = len(group.prompt_ids) - len(group.cached)
+            if groups and new > budget:
                 break
             self._waiting.popleft()
-            end = len(group.known) + PAGE
+            end = len(group.cached) + PAGE
             beginning = tuple(group.prompt_ids[:end]), () if group.images is None else group.images.before(end)
-            if self._cache is not None and beginning in begun:
+            if self._cache is not None and beginning in beginnings:
                 later.append(group)
                 continue
-            begun.add(beginning)
-            chosen.append(group)
+            beginnings.add(beginning)
+            groups.append(group)
             free -= len(group.members)
             budget -= new
         self._waiting.extendleft(reversed(later))
-        for group in chosen:
+        for group in groups:
             if self._open.get(group.identity) is group:
                 del self._open[group.identity]
-        return chosen
+        return groups
 
     def _start(self, groups: Sequence[Group], rows: list[int]) -> Tensor:
         """Give the requests of the groups their rows."""
         requests = [request for group in groups for _, request in group.members]
-        params = [request.of_response for request in requests]
-        members = [(request_id, request.drawn, group) for group in groups for request_id, request in group.members]
+        params = [request.response_sampling for request in requests]
+        members = [
+            (request_id, request.drawn_count, group) for group in groups for request_id, request in group.members
+        ]
         self._running.update(zip(rows, members, strict=True))
         self._sampler.put(rows, params)
         self._stop.put(rows, params)
         count, longest = max(rows) + 1, max(p.max_tokens for p in params)
-        self._drawn = enlarged(self._drawn, count)
+        self._drawn_counts = enlarged(self._drawn_counts, count)
         self._tokens, self._log_probs = (enlarged(table, count, longest) for table in (self._tokens, self._log_probs))
         if self._masked or self._kept_ids is not None:
             table = self._tokens.new_zeros(0, 0, dtype=torch.int32) if self._kept_ids is None else self._kept_ids
             table = enlarged(table.flatten(1), len(self._tokens), self._tokens.shape[1] * self._kept_width)
             self._kept_ids = table.unflatten(1, (-1, self._kept_width))
-        index = torch.tensor(rows, device=self._drawn.device)
-        self._drawn[index] = torch.tensor([request.drawn for request in requests], device=self._drawn.device)
+        index = torch.tensor(rows, device=self._drawn_counts.device)
+        self._drawn_counts[index] = torch.tensor(
+            [request.drawn_count for request in requests], device=self._drawn_counts.device
+        )
         for row, request in zip(rows, requests, strict=True):
-            if request.drawn:
-                self._tokens[row, : request.drawn] = torch.tensor(request.drawn_ids, device=self._tokens.device)
+            if request.drawn_count:
+                self._tokens[row, : request.drawn_count] = torch.tensor(request.drawn_ids, device=self._tokens.device)
         return index
 
     def _prefill(self, groups: Sequence[Group], rows: list[int]) -> Tensor:
         """Compute the groups' prompts; return the logits of the first token of each of their rows."""
         cache, prompts = self._cache, [group.prompt_ids for group in groups]
         counts = [len(group.members) for group in groups]
-        known = None if cache is None else [cache.states(group.known) if group.known else None for group in groups]
+        cached_states = (
+            None if cache is None else [cache.states(group.cached) if group.cached else None for group in groups]
+        )
         images = [group.images for group in groups]
-        offsets = [0 if one is None else one.offset for one in images]
-        self._memory.admit([len(prompt) for prompt in prompts], counts, known, offsets)
-        starts = [len(group.known) for group in groups]
+        offsets = [0 if group_images is None else group_images.offset for group_images in images]
+        self._memory.admit([len(prompt) for prompt in prompts], counts, cached_states, offsets)
+        starts = [len(group.cached) for group in groups]
         self.prompt_tokens += sum(map(len, prompts))
         self.known_tokens += sum(starts)
         with self._model.routers.watched(None) as choices:
             logits = self._model.prefill(self._memory, prompts, starts, images)
         if self._routing is not None:
-            chosen = choices.stacked(self._model.module)
-            new = chosen.split([len(prompt) - start for prompt, start in zip(prompts, starts, strict=True)])
+            expert_ids = choices.stacked(self._model.module)
+            new = expert_ids.split([len(prompt) - start for prompt, start in zip(prompts, starts, strict=True)])
             # Of tokens whose keys and values were kept the choice is not known any more.
-            of_prompts = [
+            prompt_routing = [
                 nn.functional.pad(x, (0, 0, 0, 0, n, 0), value=unknown(x.dtype))
                 for x, n in zip(new, starts, strict=True)
             ]
-            repeated = [x for x, count in zip(of_prompts, counts, strict=True) for _ in range(count)]
+            repeated = [x for x, count in zip(prompt_routing, counts, strict=True) for _ in range(count)]
             self._routing.start(rows, repeated)
         if cache is not None:
             for prompt_index, group in enumerate(groups):
@@ -307,23 +313,23 @@ class Generation:
             return self._model.decode(self._memory, newest)
         with self._model.routers.watched(None) as choices:
             logits = self._model.decode(self._memory, newest)
-        self._routing.add(rows, self._drawn[rows] - 1, choices.stacked(self._model.module))
+        self._routing.add(rows, self._drawn_counts[rows] - 1, choices.stacked(self._model.module))
         return logits
 
     # ---- tokens that are drawn
 
     def _draw(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Draw a token for each row; return the unfinished rows and their newest tokens."""
-        step = self._drawn[rows]
+        step = self._drawn_counts[rows]
         kept_ids = self._kept_ids
-        kept = None if kept_ids is None else kept_ids.new_full((len(rows), self._kept_width), NOT_KEPT)
-        newest, log_probs = self._sampler(logits, rows, step, kept)
-        if kept_ids is not None and kept is not None:
-            kept_ids[rows, step] = kept
+        kept_now = None if kept_ids is None else kept_ids.new_full((len(rows), self._kept_width), NOT_KEPT)
+        newest, log_probs = self._sampler(logits, rows, step, kept_now)
+        if kept_ids is not None and kept_now is not None:
+            kept_ids[rows, step] = kept_now
         self._tokens[rows, step], self._log_probs[rows, step] = newest, log_probs
-        self._drawn[rows] = step + 1
+        self._drawn_counts[rows] = step + 1
         self.response_tokens += len(rows)
-        places = self._stop.going_on(self._tokens, rows, step)
+        places = self._stop.unfinished(self._tokens, rows, step)
         if len(places) < len(rows):
             ended = torch.ones_like(rows, dtype=torch.bool)
             ended[places] = False
@@ -341,21 +347,21 @@ class Generation:
         for row, (request_id, before, _) in self._running.items():
             start = self._streamed.get(request_id)
             if start is not None:
-                new = self._tokens[row, start : int(self._drawn[row])].tolist()
+                new = self._tokens[row, start : int(self._drawn_counts[row])].tolist()
                 self._streamed[request_id] = start + len(new)
                 self._queue.answer_part(request_id, DrawnPart(start - before, new))
 
     def _finish(self, rows: Tensor, places: list[int] | None) -> None:
         """Answer the requests of rows that have ended, and free the rows; keep states of those in ``places``."""
-        drawn = self._drawn[rows]
-        lengths, reasons = self._stop.results(drawn, rows)
+        counts = self._drawn_counts[rows]
+        lengths, reasons = self._stop.results(counts, rows)
         longest = max(lengths, default=0)
         tokens, log_probs = (table[rows, :longest].tolist() for table in (self._tokens, self._log_probs))
         for at, (row, n, reason) in enumerate(zip(rows.tolist(), lengths, reasons, strict=True)):
             request_id, before, group = self._running[row]
             answer = self._answer(tokens[at][before:n], log_probs[at][before:n], reason)
             if self._routing is not None and request_id in self._routed:
-                answer = replace(answer, routed_experts=self._routing.of(row, before, n))
+                answer = replace(answer, routed_experts=self._routing.row_choices(row, before, n))
             if self._kept_ids is not None and request_id in self._masked:
                 answer = replace(answer, kept_ids=self._kept_ids[row, before:n].to("cpu", copy=True))
             if self._cache is not None and places is not None:  # the last token has not gone into the model

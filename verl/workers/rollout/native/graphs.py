@@ -53,7 +53,7 @@ class DecodeGraphs:
         self._passes: OrderedDict[tuple[int, int], _Pass] = OrderedDict()
         self._recorder: _Recorder | None = None
         self.records = True
-        """Whether passes are recorded; False computes them one by one, in the same shapes."""
+        """True if passes are recorded; False computes them one by one, in the same shapes."""
 
     def forget(self) -> None:
         """Drop all graphs: they hold addresses of weights, keys and values."""
@@ -120,7 +120,7 @@ class _Pass:
         ).unbind()
         self.graph: torch.cuda.CUDAGraph | None = None
         self.output: Tensor | None = None
-        """Where the recorded pass writes its logits; None before it is recorded."""
+        """Buffer into which the recorded pass writes its logits; None before it is recorded."""
         self.uses = 0
 
     def take(self, tokens: Tensor, memory: CopiedPromptMemory) -> None:
@@ -149,7 +149,7 @@ class _Pass:
 
 
 class _Recorder:
-    """What the graphs of one memory share: a stream, the memory of intermediate results, and the buffer of logits.
+    """Resources that the graphs of one memory share: a stream, memory of intermediate results, and a buffer of logits.
 
     Args:
         logits: (rows of the largest pass, vocab), on the device of the passes.

@@ -57,7 +57,7 @@ class NewPrompt:
 
     views: tuple[Tensor, Tensor]
     """Its place in the memory of keys and of values, (layers, copies, kv_heads, room, head_dim) each."""
-    known: int
+    cached: int
     """Number of its first tokens whose keys and values are there already."""
     length: int
     """Number of all its tokens."""
@@ -106,7 +106,7 @@ class KeyValueMemory(ABC):
         self,
         prompt_lengths: Sequence[int],
         counts: Sequence[int],
-        known: Sequence[Tensor | None] | None = None,
+        cached_states: Sequence[Tensor | None] | None = None,
         offsets: Sequence[int] | None = None,
     ) -> None:
         """Append ``counts[i]`` rows for each prompt i; then call :meth:`store` for each layer.
@@ -114,8 +114,8 @@ class KeyValueMemory(ABC):
         Args:
             prompt_lengths: number of tokens of each prompt.
             counts: number of rows of each prompt.
-            known: for each prompt the states (see :meth:`prompt_states`) of its first tokens, of which there are fewer
-                than the prompt has; None where there are none.
+            cached_states: for each prompt the states (see :meth:`prompt_states`) of its first tokens, fewer than
+                the prompt has; None where there are none.
             offsets: of each prompt, see the attribute; None: all 0.
         """
         places = self._allocate_places(counts)
@@ -127,12 +127,12 @@ class KeyValueMemory(ABC):
         self.lengths = torch.cat([self.lengths, torch.zeros_like(lengths)])
         self.offsets = torch.cat([self.offsets, new_offsets])
         self._newest = []
-        for views, length, states in zip(places, prompt_lengths, known or [None] * len(counts), strict=True):
-            known_length = 0 if states is None else states.shape[3]
-            self._newest.append(NewPrompt(views, known_length, length))
+        for views, length, states in zip(places, prompt_lengths, cached_states or [None] * len(counts), strict=True):
+            cached_length = 0 if states is None else states.shape[3]
+            self._newest.append(NewPrompt(views, cached_length, length))
             if states is not None:
                 for memory, part in zip(views, states, strict=True):
-                    memory[..., :known_length, :] = part[:, None]
+                    memory[..., :cached_length, :] = part[:, None]
 
     @abstractmethod
     def _allocate_places(self, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
@@ -171,7 +171,7 @@ class KeyValueMemory(ABC):
         """
         for new, states in zip(self._newest, prompts, strict=True):
             for memory, state in zip(new.views, states, strict=True):
-                memory[layer, :, :, new.known : new.length] = state
+                memory[layer, :, :, new.cached : new.length] = state
 
     def prompts(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of all tokens of the prompts of the last :meth:`admit`, packed.
@@ -197,7 +197,7 @@ class KeyValueMemory(ABC):
     @property
     @abstractmethod
     def places(self) -> object:
-        """Where each row's next token goes and what it attends to: the last argument of :meth:`decode`."""
+        """Position of each row's next token and the tokens it attends to: the last argument of :meth:`decode`."""
 
     @abstractmethod
     def decode(
@@ -322,7 +322,7 @@ class CopiedPromptMemory(KeyValueMemory):
         self._memory = shape.allocate(room, self.text_room)
         self._filled = 0
         self.reads_each_row = can_decode(shape.device, shape.head_dim)
-        """Whether :meth:`decode` reads each row up to its own length, so that no bound on all of them matters."""
+        """True if :meth:`decode` reads each row up to its own length, so that no bound on all of them matters."""
 
     @property
     def nbytes(self) -> int:
@@ -333,11 +333,11 @@ class CopiedPromptMemory(KeyValueMemory):
         self,
         prompt_lengths: Sequence[int],
         counts: Sequence[int],
-        known: Sequence[Tensor | None] | None = None,
+        cached_states: Sequence[Tensor | None] | None = None,
         offsets: Sequence[int] | None = None,
     ) -> None:
         """See :meth:`KeyValueMemory.admit`."""
-        super().admit(prompt_lengths, counts, known, offsets)
+        super().admit(prompt_lengths, counts, cached_states, offsets)
         self._filled = max(self._filled, *prompt_lengths)
 
     def _allocate_places(self, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
@@ -401,6 +401,6 @@ class CopiedPromptMemory(KeyValueMemory):
         return out.reshape(count, heads, head_dim)
 
 
-def _missing(taken: Tensor, room: int) -> list[int]:
+def _missing(used: Tensor, room: int) -> list[int]:
     """Return the numbers below ``room`` that are not in ``taken``."""
-    return sorted(set(range(room)) - set(taken.tolist()))
+    return sorted(set(range(room)) - set(used.tolist()))

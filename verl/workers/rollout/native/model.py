@@ -80,7 +80,7 @@ class NativeModel:
         self.module = causal_lm_without_weights(config, dtype, device, trust_remote_code)
         self.dtype, self.device = dtype, device
         self.vision = VisionConfig.of(config)
-        """What passes with images need; None for a model of text."""
+        """Settings for passes with images; None for a model of text."""
         self.buffers = ReclaimableBuffers() if device.type == "cpu" else None
         """Memory of keys and values, reused from one rollout to the next."""
         _check_architecture(self.module)
@@ -109,7 +109,7 @@ class NativeModel:
 
     @property
     def _can_be_recorded(self) -> bool:
-        """Whether a pass launches the same kernels for all tokens: dense models of text in code of Transformers.
+        """True if a pass launches the same kernels for all tokens: dense models of text in code of Transformers.
 
         Experts are chosen on the device, and these rotations depend on the longest text.
         """
@@ -205,18 +205,18 @@ class NativeModel:
         self,
         memory: KeyValueMemory,
         prompts: Sequence[Sequence[int]],
-        known: Sequence[int] | None = None,
+        cached: Sequence[int] | None = None,
         images: Sequence[PlacedImages | None] | None = None,
     ) -> Tensor:
         """Compute the prompts that ``memory`` admitted last; return (prompts, vocab) logits of the token after each.
 
-        ``known`` is the number of first tokens of each prompt that were admitted with their keys and values, and
+        ``cached`` is the number of first tokens of each prompt that were admitted with their keys and values, and
         ``images`` are those of each prompt.
         """
-        starts = known or [0] * len(prompts)
+        starts = cached or [0] * len(prompts)
         lengths = [len(prompt) for prompt in prompts]
-        keys = Packing.of(lengths, self.device) if any(starts) else None
-        packing = Packing.of([n - start for n, start in zip(lengths, starts, strict=True)], self.device, keys)
+        keys = Packing.from_lengths(lengths, self.device) if any(starts) else None
+        packing = Packing.from_lengths([n - start for n, start in zip(lengths, starts, strict=True)], self.device, keys)
         new = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
         ids = torch.tensor([token for tokens in new for token in tokens], device=self.device)
         images = images or [None] * len(prompts)
@@ -257,7 +257,7 @@ class NativeModel:
         self,
         ids: Tensor,
         positions: Tensor,
-        wanted: Tensor | int,
+        indices: Tensor | int,
         native_pass: Pass,
         images: ImageInputs | None = None,
     ) -> Tensor:
@@ -268,10 +268,10 @@ class NativeModel:
             "native_pass": native_pass,
         }
         if images is None:
-            return self.module(**arguments, logits_to_keep=wanted).logits[0]
+            return self.module(**arguments, logits_to_keep=indices).logits[0]
         hidden = hidden_states(self.module.model, arguments, images.to(self.device))[0]
         head: Any = self.module.get_output_embeddings()
-        return head(hidden[wanted])
+        return head(hidden[indices])
 
     def standard_logits(self, ids: Tensor, **images: Tensor) -> Tensor:
         """Compute (tokens, vocab) logits of one sequence by the model's own forward pass and attention.
@@ -315,7 +315,7 @@ class _TiedWeight:
         self._holders.append((module, name))
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the parameter and ``tensor`` share memory, shape and format."""
+        """Return whether the parameter and ``tensor`` share memory, shape and format."""
         # The parameter keeps its memory alive, so another tensor cannot have the same address.
         return (
             tensor.data_ptr() == self._pointer

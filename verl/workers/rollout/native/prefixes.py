@@ -66,9 +66,9 @@ class PrefixCache:
     def states(self, prefix: Prefix) -> Tensor:
         """Return a copy of the states of a prefix just found, (2, layers, kv_heads, tokens, head_dim)."""
         self.hits += len(prefix)
-        chosen = torch.tensor(prefix.pages, device=self._states[0].device)
+        page_indices = torch.tensor(prefix.pages, device=self._states[0].device)
         # (layers, pages, kv_heads, PAGE, head_dim) to (layers, kv_heads, pages * PAGE, head_dim)
-        return torch.stack([part[:, chosen].transpose(1, 2).flatten(2, 3) for part in self._states])
+        return torch.stack([part[:, page_indices].transpose(1, 2).flatten(2, 3) for part in self._states])
 
     def add(
         self, tokens: Sequence[int], states_of: Callable[[int, int], Tensor], images: Sequence[ImageSpan] = ()
@@ -83,8 +83,8 @@ class PrefixCache:
         keys = _keys(tokens, images)
         pages = list(self._walk(keys))
         self._use(pages)
-        known = len(pages)
-        for key in keys[known:]:
+        cached = len(pages)
+        for key in keys[cached:]:
             page_index = self._free_page(pages)
             if page_index is None:
                 break
@@ -92,12 +92,12 @@ class PrefixCache:
             page = parent.children[key] = _Page(parent, key, page_index)
             self._order[page] = None
             pages.append(page)
-        if len(pages) == known:
+        if len(pages) == cached:
             return
         self._use(pages)
-        chosen = torch.tensor([page.index for page in pages[known:]], device=self._states[0].device)
-        for memory, part in zip(self._states, states_of(known * PAGE, len(pages) * PAGE), strict=True):
-            memory[:, chosen] = part.unflatten(2, (-1, PAGE)).transpose(1, 2)
+        page_indices = torch.tensor([page.index for page in pages[cached:]], device=self._states[0].device)
+        for memory, part in zip(self._states, states_of(cached * PAGE, len(pages) * PAGE), strict=True):
+            memory[:, page_indices] = part.unflatten(2, (-1, PAGE)).transpose(1, 2)
 
     def clear(self) -> None:
         """Drop all texts."""

@@ -84,9 +84,9 @@ class SGLangRollout(RemoteRollout):
             "stop": [] if self._arguments["skip_tokenizer_init"] else list(sampling.stop),
             "no_stop_trim": True,
             "custom_params": {
-                "prompt_length": len(request.prompt_ids) - request.drawn,
+                "prompt_length": len(request.prompt_ids) - request.drawn_count,
                 "raw": self.config.logprobs_mode == "raw_logprobs",
-                "row": {field: getattr(request.of_response, field) for field in _ROW_FIELDS},
+                "row": {field: getattr(request.response_sampling, field) for field in _ROW_FIELDS},
             },
         }
         if self.model_config.mtp.is_in_rollout:  # SGLang's own sampler verifies what heads propose

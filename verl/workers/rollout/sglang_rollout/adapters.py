@@ -18,10 +18,10 @@ LAYERS = (*ATTENTION, *_FUSED[1], "down_proj")
 
 def check_layers(names: Iterable[str], allowed: Sequence[str]) -> None:
     """Raise ConfigError if a layer's name, or ending of a name, does not end in one of those allowed."""
-    if others := sorted({last for name in names if (last := name.rsplit(".", 1)[-1]) not in allowed}):
+    if unsupported := sorted({last for name in names if (last := name.rsplit(".", 1)[-1]) not in allowed}):
         raise ConfigError(
             f"rollout.merge_adapters=false: of this model sglang applies adapters of {', '.join(allowed)} by itself, "
-            f"and those of {', '.join(others)} only merged. Set rollout.merge_adapters=true."
+            f"and those of {', '.join(unsupported)} only merged. Set rollout.merge_adapters=true."
         )
 
 

@@ -34,7 +34,7 @@ from verl.workers.rollout.image_files import ImageFiles
 from verl.workers.rollout.machines import EngineMachines
 from verl.workers.rollout.placed_images import PlacedImages
 from verl.workers.rollout.scoring import ScoreRequest, ScoreRule, TokenScores, by_temperature
-from verl.workers.rollout.sglang_rollout.settings import of_machines
+from verl.workers.rollout.sglang_rollout.settings import machine_arguments
 from verl.workers.rollout.weights import (
     ADAPTER,
     SharedPart,
@@ -102,7 +102,7 @@ class SGLangClient(EngineClient):
         if responses:
             # All in one HTTP request: if they arrive one by one, SGLang's batches, and with them the rounding of
             # log-probs, differ from run to run.
-            bodies = [self._asked(responses)]
+            bodies = [self._request_body(responses)]
             (answers,) = self.server.post_many("/generate", bodies, cancelled=aborted, cancel=_ABORT_ALL)
             take(responses, answers or [])
 
@@ -116,7 +116,7 @@ class SGLangClient(EngineClient):
             async def ask(request_id: int, response: PartialResponse) -> None:
                 names[request_id] = uuid.uuid4().hex
                 try:
-                    with refusals(), self._asked([response], names[request_id]) as body:
+                    with refusals(), self._request_body([response], names[request_id]) as body:
                         take([response], await http.request("POST", "/generate", body))
                 finally:
                     del names[request_id]
@@ -142,22 +142,22 @@ class SGLangClient(EngineClient):
         has_adapters: bool = False,
     ) -> None:
         """See :meth:`EngineClient.score`."""
-        for temperature, asked in by_temperature(requests):
+        for temperature, group in by_temperature(requests):
             self._follow(ScoreRule(temperature, tuple(unknown_ids)))
-            for indices in _calls(asked):
+            for indices in _calls(group):
                 responses = [
-                    PartialResponse(asked[index].as_prompt, {"max_new_tokens": 0}, has_adapters=has_adapters)
+                    PartialResponse(group[index].as_prompt, {"max_new_tokens": 0}, has_adapters=has_adapters)
                     for index in indices
                 ]
-                with self._asked(responses) as body:
+                with self._request_body(responses) as body:
                     body |= {
                         # SGLang counts from the token whose successor is scored first.
-                        "logprob_start_len": [asked[index].start - 1 for index in indices],
-                        "top_logprobs_num": [asked[index].top_k for index in indices],
+                        "logprob_start_len": [group[index].start - 1 for index in indices],
+                        "top_logprobs_num": [group[index].top_k for index in indices],
                     }
                     answers = self.server.post("/generate", body)
                 for index, answer in zip(indices, answers, strict=True):
-                    take(index, scores_of(asked[index], answer))
+                    take(index, scores_of(group[index], answer))
 
     def _follow(self, rule: ScoreRule) -> None:
         """Let SGLang make distributions of prompts by a rule: in SGLang these have no temperature."""
@@ -228,28 +228,33 @@ class SGLangClient(EngineClient):
         return sum(tensor.nbytes for tensor in tensors.values())
 
     @contextlib.contextmanager
-    def _asked(self, responses: Sequence[PartialResponse], name: str | None = None) -> Iterator[dict[str, object]]:
+    def _request_body(
+        self, responses: Sequence[PartialResponse], name: str | None = None
+    ) -> Iterator[dict[str, object]]:
         """Give :func:`request_of` with the images of the responses, whose files are there in the context."""
         arguments = request_of(responses, name)
-        placed = [PlacedImages.of(response.request, self._vision) for response in responses]
+        images = [PlacedImages.from_request(response.request, self._vision) for response in responses]
         with contextlib.ExitStack() as files:
-            if any(placed):
-                arguments["image_data"] = [[] if one is None else [self._image_data(one, files)] for one in placed]
+            if any(images):
+                arguments["image_data"] = [
+                    [] if prompt_images is None else [self._image_data(prompt_images, files)]
+                    for prompt_images in images
+                ]
             yield arguments
 
-    def _image_data(self, placed: PlacedImages, files: contextlib.ExitStack) -> str:
+    def _image_data(self, images: PlacedImages, files: contextlib.ExitStack) -> str:
         """Return the images of a prompt as ``verl_sglang`` takes them: JSON, as SGLang's server passes texts on."""
         offsets: list[tuple[int, int]] = []
-        for span, (steps, _, _) in zip(placed.spans, placed.tensors.arrays()[IMAGE_INPUTS[1]].tolist(), strict=True):
+        for span, (steps, _, _) in zip(images.spans, images.tensors.arrays()[IMAGE_INPUTS[1]].tolist(), strict=True):
             size = len(span.places) // steps
             offsets += [(start, start + size - 1) for start in range(span.start, span.end, size)]
-        images = {
-            "files": files.enter_context(self._images.of(placed)),
+        description = {
+            "files": files.enter_context(self._images.provide(images)),
             "offsets": offsets,
-            "mrope_positions": placed.positions[1:].tolist(),
-            "mrope_position_delta": placed.offset,
+            "mrope_positions": images.positions[1:].tolist(),
+            "mrope_position_delta": images.offset,
         }
-        return json.dumps(images)
+        return json.dumps(description)
 
     def sleep(self, parts: Sequence[str]) -> None:
         """See :meth:`EngineClient.sleep`."""
@@ -275,7 +280,7 @@ def command_of(
 ) -> Callable[[int], list[str]]:
     """Return the command line of this machine's processes, for a port; arguments as for :class:`SGLangClient`."""
     script = [launch.python, str(ENGINE_SIDE / "verl_sglang_server.py")]
-    encoded = json.dumps(dict(arguments) | of_machines(machines))
+    encoded = json.dumps(dict(arguments) | machine_arguments(machines))
     return lambda port: [*script, str(port), encoded]
 
 
@@ -289,9 +294,11 @@ def request_of(responses: Sequence[PartialResponse], name: str | None = None) ->
         "custom_logit_processor": [_PASS_PARAMS] * len(responses),
     }
     if any(response.request.returns_kept_ids for response in responses):
-        of_requests = [response.request for response in responses]
+        requests = [response.request for response in responses]
         # As many places as verl's sampler fills; see engine_side/verl_sglang.py.
-        arguments["top_logprobs_num"] = [one.sampling.top_k if one.returns_kept_ids else 0 for one in of_requests]
+        arguments["top_logprobs_num"] = [
+            request.sampling.top_k if request.returns_kept_ids else 0 for request in requests
+        ]
     if any(response.has_adapters for response in responses):
         arguments["lora_path"] = [ADAPTER if response.has_adapters else None for response in responses]
     return arguments
@@ -312,8 +319,8 @@ def take(responses: Sequence[PartialResponse], answers: Sequence[Mapping[str, An
         response.num_preempted = meta.get("num_retractions")
         kept_ids: list[set[int]] = []
         if response.request.returns_kept_ids:  # by verl's sampler, with -1 where there is none
-            of_tokens = (meta.get("output_top_logprobs") or ())[: len(tokens)]
-            kept_ids = [{token for _, token, _ in kept if token >= 0} for kept in of_tokens]
+            reported_ids = (meta.get("output_top_logprobs") or ())[: len(tokens)]
+            kept_ids = [{token for _, token, _ in entries if token >= 0} for entries in reported_ids]
         response.take(tokens, log_probs, meta["finish_reason"]["type"], kept_ids)
 
 
@@ -322,12 +329,12 @@ def _calls(requests: Mapping[int, ScoreRequest]) -> Iterator[list[int]]:
     indices: list[int] = []
     size = 0
     for index, request in requests.items():
-        of_request = len(request.scored_ids) * (request.top_k + 1)
-        if indices and size + of_request > _SCORES_PER_CALL:
+        request_size = len(request.scored_ids) * (request.top_k + 1)
+        if indices and size + request_size > _SCORES_PER_CALL:
             yield indices
             indices, size = [], 0
         indices.append(index)
-        size += of_request
+        size += request_size
     yield indices
 
 
@@ -341,14 +348,14 @@ def scores_of(request: ScoreRequest, answer: Mapping[str, Any]) -> TokenScores:
     reported = meta["input_token_logprobs"][1:]
     ids = [token for _, token, _ in reported]
     # SGLang calls the last id of the vocabulary, and tokens of images, 0.
-    are_asked = [said in (0, token) for said, token in zip(ids, request.scored_ids, strict=False)]
+    are_asked = [reported_id in (0, token) for reported_id, token in zip(ids, request.scored_ids, strict=False)]
     if len(ids) != len(request.scored_ids) or not all(are_asked):
         raise RolloutError(f"SGLang scored tokens {ids}, and was asked for {request.scored_ids}.")
     if request.top_k:
         top = [[(token, _or_nan(value)) for value, token, _ in entries] for entries in meta["input_top_logprobs"][1:]]
     else:
         top = [[] for _ in reported]
-    return TokenScores.of(request, [_or_nan(value) for value, _, _ in reported], top, "SGLang")
+    return TokenScores.from_report(request, [_or_nan(value) for value, _, _ in reported], top, "SGLang")
 
 
 def _or_nan(value: float | None) -> float:

@@ -124,12 +124,12 @@ def engine_arguments(
     return arguments | extra
 
 
-def _adapter_arguments(model_config: HFModelConfig, of_experts: bool, device: torch.device) -> dict[str, object]:
+def _adapter_arguments(model_config: HFModelConfig, has_experts: bool, device: torch.device) -> dict[str, object]:
     """Arguments with which SGLang applies LoRA adapters by itself; adapters of experts are not among them."""
-    allowed = ATTENTION if of_experts else LAYERS
-    chosen = adapted_modules(model_config)
-    if not isinstance(chosen, str):  # the layers of an expression are checked with the first update
-        check_layers(chosen, allowed)
+    allowed = ATTENTION if has_experts else LAYERS
+    modules = adapted_modules(model_config)
+    if not isinstance(modules, str):  # the layers of an expression are checked with the first update
+        check_layers(modules, allowed)
     arguments: dict[str, object] = {
         "enable_lora": True,
         "max_lora_rank": largest_rank(model_config),
@@ -159,7 +159,7 @@ def _refuse(config: RolloutConfig, model_type: str, vision: VisionConfig | None)
         )
 
 
-def of_machines(machines: EngineMachines | None) -> dict[str, object]:
+def machine_arguments(machines: EngineMachines | None) -> dict[str, object]:
     """Return the arguments of this machine's processes of an engine that has several."""
     if machines is None:
         return {}
@@ -185,8 +185,8 @@ def process_environment(
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
     if device.type == "cpu" and ranks > 1:  # SGLang requires a list of cores for each rank
         cores = sorted(os.sched_getaffinity(0))
-        of_machine = ranks // (1 if machines is None else machines.placement.nodes)
-        shares = [cores[rank::of_machine] or cores for rank in range(of_machine)]
+        local_ranks = ranks // (1 if machines is None else machines.placement.nodes)
+        shares = [cores[rank::local_ranks] or cores for rank in range(local_ranks)]
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     if machines is not None:
         variables |= {MACHINE_VARIABLE: machine_identity(), "SGLANG_HOST_IP": machines.address}
@@ -204,10 +204,10 @@ def check_names(names: Iterable[str], launch: Launch, environment: Mapping[str, 
     names = list(names)
     if not names:  # importing SGLang takes seconds
         return
-    known = _known_names(launch, environment)
-    unknown = [name for name in names if name not in known]
+    known_names = _known_names(launch, environment)
+    unknown = [name for name in names if name not in known_names]
     if unknown:
-        hints = "".join(suggest(name, known) for name in unknown)
+        hints = "".join(suggest(name, known_names) for name in unknown)
         raise ConfigError(
             f"rollout.engine_kwargs.sglang: this SGLang has no argument {', '.join(unknown)}.{hints} `{launch.python} "
             "-m sglang.launch_server --help` lists what it has, with dashes in place of underscores."
@@ -219,20 +219,20 @@ def _known_names(launch: Launch, environment: Mapping[str, str]) -> list[str]:
     command = [python, str(ENGINE_SIDE / "verl_sglang_server.py"), "names"]
     try:
         for _ in range(_ATTEMPTS):
-            asked = subprocess.run(
+            result = subprocess.run(
                 command, env=os.environ | environment, capture_output=True, text=True, timeout=timeout_s, check=False
             )
-            if asked.returncode >= 0:  # negative: killed by a signal
+            if result.returncode >= 0:  # negative: killed by a signal
                 break
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"rollout.name=sglang: {python} did not import SGLang within {timeout_s:g} s. If its disk is only slow, "
             "raise rollout.engine_kwargs.sglang.start_timeout_s."
         ) from None
-    if asked.returncode:
-        last = (asked.stderr.strip().splitlines() or [f"exit status {asked.returncode}"])[-1]
+    if result.returncode:
+        last = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
         raise ConfigError(
             f"rollout.name=sglang: {python} cannot import SGLang: {last}. Install it there (requirements/sglang.txt), "
             "or name the interpreter of another environment in rollout.engine_kwargs.sglang.python."
         )
-    return json.loads(asked.stdout.splitlines()[-1])
+    return json.loads(result.stdout.splitlines()[-1])

@@ -51,7 +51,7 @@ class VLLMRollout(RemoteRollout):
 
     @property
     def _most_likely(self) -> int:
-        """How many of the most likely tokens vLLM tells of requests for what sampling kept.
+        """Number of most likely tokens that vLLM reports, for requests that return the ids kept by sampling.
 
         One more than is stored, so that it shows where more were kept.
         """
@@ -75,7 +75,7 @@ class VLLMRollout(RemoteRollout):
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             # vLLM cannot go on in the random numbers of a seed.
-            "seed": continued_seed(sampling.seed, request.drawn),
+            "seed": continued_seed(sampling.seed, request.drawn_count),
             # vLLM runs without a tokenizer, so it cannot find the end tokens itself.
             "ignore_eos": True,
             "stop_token_ids": sorted(ends),

@@ -43,7 +43,7 @@ from verl.workers.rollout.vllm_rollout.settings import (
     ADAPTER_ID,
     METRICS,
     command_line,
-    of_machines,
+    machine_arguments,
     process_environment,
 )
 from verl.workers.rollout.weights import ADAPTER, SharedPart, check_arrival, write_adapters
@@ -90,7 +90,7 @@ class VLLMClient(EngineClient):
                 *(_ROUTES if vision is None else _ROUTES_WITH_IMAGES),
                 "--disable-uvicorn-access-log",
                 *("--middleware", "verl_vllm.RequireToken"),
-                *command_line(dict(arguments) | of_machines(machines)),
+                *command_line(dict(arguments) | machine_arguments(machines)),
             ]
 
         watch = None if machines is None else machines.watch
@@ -152,15 +152,15 @@ class VLLMClient(EngineClient):
         has_adapters: bool = False,
     ) -> None:
         """See :meth:`EngineClient.score`. vLLM computes a prompt's log-probs anew, whatever its prefix cache holds."""
-        for temperature, asked in by_temperature(requests):
+        for temperature, group in by_temperature(requests):
             self._follow(ScoreRule(temperature, tuple(unknown_ids)))
 
-            def take_answer(position: int, answer: Any, indices: Sequence[int] = list(asked)) -> None:
+            def take_answer(position: int, answer: Any, indices: Sequence[int] = list(group)) -> None:
                 take(indices[position], scores_of(requests[indices[position]], answer))
 
             bodies = [
-                self._body(PartialResponse(one.as_prompt, params_of(one), has_adapters=has_adapters))
-                for one in asked.values()
+                self._body(PartialResponse(request.as_prompt, params_of(request), has_adapters=has_adapters))
+                for request in group.values()
             ]
             self.server.post_many(_GENERATE, bodies, take=take_answer)
 
@@ -179,17 +179,17 @@ class VLLMClient(EngineClient):
             body["stream"] = True
         if response.has_adapters:
             body["model"] = ADAPTER
-        placed = PlacedImages.of(request, self._vision)
-        if placed is None:
+        images = PlacedImages.from_request(request, self._vision)
+        if images is None:
             yield body
             return
-        with self._images.of(placed) as files:
+        with self._images.provide(images) as files:
             body["features"] = {
-                "mm_hashes": placed.by_modality([digest.hex() for digest in placed.digests]),
-                "mm_placeholders": placed.by_modality(
-                    [{"offset": span.start, "length": len(span.places)} for span in placed.spans]
+                "mm_hashes": images.by_modality([digest.hex() for digest in images.digests]),
+                "mm_placeholders": images.by_modality(
+                    [{"offset": span.start, "length": len(span.places)} for span in images.spans]
                 ),
-                "kwargs_data": placed.by_modality(files),  # read by verl_vllm.ReadImages
+                "kwargs_data": images.by_modality(files),  # read by verl_vllm.ReadImages
             }
             yield body
 
@@ -227,9 +227,9 @@ class VLLMClient(EngineClient):
                 if self._has_copies:
                     description["checksums"] = dict(part.checksums)
                 loaded = self._call_workers("load_weights_part", description, index == 0)
-                of_machine = len(loaded) // self._nodes_of_copy
+                local_ranks = len(loaded) // self._nodes_of_copy
                 for worker_index, worker in enumerate(loaded):
-                    share = part.share(worker_index % of_machine, of_machine)
+                    share = part.share(worker_index % local_ranks, local_ranks)
                     check_arrival(share, worker["checksums"], f"vLLM (worker {worker_index})")
                 size += part.nbytes
         except EngineLostError:
@@ -298,7 +298,7 @@ def start_vllm_node(
     machines: EngineMachines,
 ) -> EngineProcess:
     """Start the workers of an engine on this machine, whose server is on another; arguments as for VLLMClient."""
-    flags = command_line(dict(arguments) | of_machines(machines))
+    flags = command_line(dict(arguments) | machine_arguments(machines))
     command = [launch.python, str(ENGINE_SIDE / "verl_vllm_node.py"), *flags]
     return start_node("vllm", lambda port: command, process_environment(device, machines), launch, devices)
 

@@ -146,8 +146,8 @@ def _proposals(config: RolloutConfig, model_config: HFModelConfig, device: torch
     if device.type == "cpu":
         # A table of numbers, here of one. Else vLLM gives a prompt of which one token is left to compute proposals that
         # it rejects, for its graphs, if others are at work: these would decide which random numbers a request gets.
-        number = mtp.num_speculative_tokens
-        proposals["num_speculative_tokens_per_batch_size"] = [[1, config.max_num_seqs, number]]
+        token_count = mtp.num_speculative_tokens
+        proposals["num_speculative_tokens_per_batch_size"] = [[1, config.max_num_seqs, token_count]]
     # Updates of heads that are not trained go to the model alone: random ones would stay random, and lost ones lost.
     if config.load_format == "dummy":
         proposals["draft_load_config"] = {"load_format": "auto"}
@@ -190,7 +190,7 @@ def command_line(arguments: Mapping[str, object]) -> list[str]:
     return flags
 
 
-def of_machines(machines: EngineMachines | None) -> dict[str, object]:
+def machine_arguments(machines: EngineMachines | None) -> dict[str, object]:
     """Return the arguments of this machine's processes of an engine that has several."""
     if machines is None:
         return {}
