@@ -419,7 +419,7 @@ def test_a_layout_is_handed_on_as_megatron_core_reads_it():
 
     for layout in ("Et*2 | tL", [["embedding", "decoder", "decoder"], ["Decoder", "loss"]]):
         engine = McoreEngineConfig(pipeline_model_parallel_size=2, override_transformer_config={FORM: layout})
-        assert transformer_fields(engine, Layout.of(engine), torch.device("cpu"), False) == {FORM: "Ett|tL"}
+        assert transformer_fields(engine, Layout.from_config(engine), torch.device("cpu"), False) == {FORM: "Ett|tL"}
     alone = McoreEngineConfig(override_transformer_config={FORM: "Ett|tL"})
     (problem,) = alone.pipeline_problems("a")
     assert problem.cause == "it has 2 stages, and pipeline_model_parallel_size=1 is no pipeline"

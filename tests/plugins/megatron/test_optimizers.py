@@ -43,11 +43,11 @@ def update(engine, step):
     """One step with known gradients, the same in every layout."""
     with engine.train_mode(), torch.no_grad():
         engine.optimizer_zero_grad()
-        for place in engine.model.places:
-            whole = gradient_of(own_name(place.name), engine.model.shapes[place.name], step)
-            box = tuple(slice(first, first + count) for first, count in zip(*place.box, strict=True))
-            if place.parameter in engine.optimizer.parameters:
-                place.write(engine.optimizer.parameters[place.parameter].main_grad, whole[box])
+        for region in engine.model.regions:
+            whole = gradient_of(own_name(region.name), engine.model.shapes[region.name], step)
+            box = tuple(slice(first, first + count) for first, count in zip(*region.box, strict=True))
+            if region.parameter in engine.optimizer.parameters:
+                region.write(engine.optimizer.parameters[region.parameter].main_grad, whole[box])
         engine.optimizer.step(1.0)
     return weights_of(engine)
 

@@ -23,7 +23,7 @@ from torch.nn.functional import linear as product
 from verl.config import HFModelConfig
 from verl.errors import ConfigError
 from verl.plugins.megatron.library import tensor_parallel
-from verl.plugins.megatron.weights import Place
+from verl.plugins.megatron.weights import ShardRegion
 from verl.workers.engine.model.adapters import (
     LORA_A,
     LORA_B,
@@ -91,7 +91,7 @@ class ParallelAdapters(nn.Module):
         ]
         if len(outputs) == 1:
             return outputs[0]
-        return torch.cat([one.unflatten(-1, (self.groups, -1)) for one in outputs], dim=-1).flatten(-2)
+        return torch.cat([output.unflatten(-1, (self.groups, -1)) for output in outputs], dim=-1).flatten(-2)
 
     def _shared(self, part: Tensor, is_down: bool) -> Tensor:
         """Add up the gradients of the part that all ranks of a divided expert have.
@@ -141,30 +141,30 @@ def shape_by_expert(name: str, shape: tuple[int, ...], experts: int | None) -> t
 
 def add_adapters(
     pieces: nn.ModuleList,
-    base: Iterable[Place],
+    base: Iterable[ShardRegion],
     targets: Mapping[str, AdapterTarget],
     shapes: Mapping[str, tuple[int, ...]],
-) -> list[Place]:
+) -> list[ShardRegion]:
     """Add adapters to this rank's layers, all of them 0, and return where their weights are.
 
     Args:
         pieces: the model.
-        base: places of its weights.
+        base: regions of its weights.
         targets: what each layer of Transformers with an adapter adapts, by its name in a model of peft.
         shapes: of A and B, by their names in a model of peft; those of experts have three dimensions.
     """
     if other := [name for name in shapes if is_adapter(name) and not name.endswith((LORA_A, LORA_B))]:
         raise ConfigError(f"{other[0]}: strategy=megatron has no DoRA. Set model.lora.use_dora=false, or use fsdp2.")
-    by_weight: dict[str, list[Place]] = {}
-    by_parameter: dict[str, list[Place]] = {}
-    for place in base:
-        by_weight.setdefault(own_name(place.name), []).append(place)
-        by_parameter.setdefault(place.parameter, []).append(place)
-    places: list[Place] = []
+    by_weight: dict[str, list[ShardRegion]] = {}
+    by_parameter: dict[str, list[ShardRegion]] = {}
+    for region in base:
+        by_weight.setdefault(own_name(region.name), []).append(region)
+        by_parameter.setdefault(region.parameter, []).append(region)
+    regions: list[ShardRegion] = []
     for name, target in targets.items():
         down, up = f"{name}{LORA_A}", f"{name}{LORA_B}"
         rank = shapes[down][-2]
-        for parameter in {place.parameter: None for place in by_weight.get(target.weight, ())}:
+        for parameter in {region.parameter: None for region in by_weight.get(target.weight, ())}:
             module = parameter.removesuffix(".weight")
             layer: Any = pieces.get_submodule(module)
             if not isinstance(layer, (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)):
@@ -173,15 +173,15 @@ def add_adapters(
                     f"strategy=megatron, which has adapters of divided layers alone. Add {_part(target.weight)} to "
                     "exclude_modules, or use strategy=fsdp2."
                 )
-            boxes = [place for place in by_weight[target.weight] if place.parameter == parameter]
-            part, rows = _part(target.weight), sum(place.size[-2] for place in boxes)
+            boxes = [region for region in by_weight[target.weight] if region.parameter == parameter]
+            part, rows = _part(target.weight), sum(region.size[-2] for region in boxes)
             if not hasattr(layer, "adapters"):
                 layer.adapters = _adapters_of(layer, by_parameter[parameter])
                 layer.register_forward_hook(layer.adapters.hook)
             layer.adapters.parts[part] = LayerAdapter(layer, rank, rows, target.scale)
             prefix = f"{module}.adapters.parts.{part}"
-            places += _places(down, up, f"{prefix}.lora_A", f"{prefix}.lora_B", boxes, shapes)
-    return places
+            regions += _regions(down, up, f"{prefix}.lora_A", f"{prefix}.lora_B", boxes, shapes)
+    return regions
 
 
 def _part(weight: str) -> str:
@@ -189,11 +189,11 @@ def _part(weight: str) -> str:
     return weight.removesuffix(".weight").rsplit(".", 1)[-1]
 
 
-def _adapters_of(layer: Any, places: list[Place]) -> ParallelAdapters:
-    """Make the adapters of a layer with the weights of ``places``, still without any."""
+def _adapters_of(layer: Any, regions: list[ShardRegion]) -> ParallelAdapters:
+    """Make the adapters of a layer with the weights of ``regions``, still without any."""
     rows = torch.arange(len(layer.weight))
-    views = [(place.view(rows), _part(own_name(place.name))) for place in places]
-    views.sort(key=lambda one: int(one[0].min()))
+    views = [(region.view(rows), _part(own_name(region.name))) for region in regions]
+    views.sort(key=lambda pair: int(pair[0].min()))
     groups = max(len(view) if view.dim() > 1 else 1 for view, _ in views)
     widths: dict[str, int] = {}
     for view, part in views:
@@ -201,25 +201,25 @@ def _adapters_of(layer: Any, places: list[Place]) -> ParallelAdapters:
     return ParallelAdapters(layer, widths, groups)
 
 
-def _places(
-    down: str, up: str, lora_a: str, lora_b: str, boxes: list[Place], shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[Place]:
+def _regions(
+    down: str, up: str, lora_a: str, lora_b: str, boxes: list[ShardRegion], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[ShardRegion]:
     """Places of A and B beside the weight in ``boxes``, of one layer or of one expert."""
     rank, first = shapes[down][-2], boxes[0]
     expert = first.start[:-2]  # of a weight of several experts
     columns, full = first.size[-1], shapes[down][-1]
-    yield Place(
+    yield ShardRegion(
         down,
         lora_a,
         (*expert, 0, first.start[-1]),
         (*(1 for _ in expert), rank, columns),
-        _whole,
+        _identity,
         is_divided=columns < full,
     )
-    for place, view in zip(boxes, _rows_of(boxes), strict=True):
-        size = (place.size[-2], rank, *(1 for _ in expert))
+    for region, view in zip(boxes, _rows_of(boxes), strict=True):
+        size = (region.size[-2], rank, *(1 for _ in expert))
         is_divided = sum(box.size[-2] for box in boxes) < shapes[up][0]
-        yield Place(up, lora_b, (place.start[-2], 0, *expert), size, view, is_divided=is_divided)
+        yield ShardRegion(up, lora_b, (region.start[-2], 0, *expert), size, view, is_divided=is_divided)
 
 
 def as_in_peft(name: str, tensor: Tensor) -> Tensor:
@@ -229,11 +229,11 @@ def as_in_peft(name: str, tensor: Tensor) -> Tensor:
     return tensor.flatten(0, 1) if name.endswith(LORA_A) else tensor.flatten(1)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _rows_of(boxes: list[Place]) -> Iterator[Callable[[Tensor], Tensor]]:
+def _rows_of(boxes: list[ShardRegion]) -> Iterator[Callable[[Tensor], Tensor]]:
     """Views of the rows of B that stand beside each box, one box after the other."""
     start = 0
     for box in boxes:
@@ -269,13 +269,13 @@ def first_values(config: HFModelConfig, seed: int, trained: Mapping[str, Tensor]
 def without_adapters(pieces: nn.ModuleList) -> Iterator[None]:
     """Compute with the base weights inside the context."""
     adapters = [module for module in pieces.modules() if isinstance(module, ParallelAdapters)]
-    for one in adapters:
-        one.is_enabled = False
+    for adapter in adapters:
+        adapter.is_enabled = False
     try:
         yield
     finally:
-        for one in adapters:
-            one.is_enabled = True
+        for adapter in adapters:
+            adapter.is_enabled = True
 
 
 def need_gradients(embedding: nn.Module) -> None:

@@ -27,7 +27,7 @@ from verl.workers.routers import Choices
 
 @dataclass(frozen=True)
 class RouterTraining:
-    """How routers are trained beside the loss of the model."""
+    """Losses and updates of routers beside the loss of the model."""
 
     balance: float = 0.0
     """Weight of :func:`~verl.workers.engine.fsdp.experts.balance_loss`, over all layers together."""
@@ -39,24 +39,24 @@ class RouterTraining:
     """By how much an update changes the bias of an expert (arXiv:2408.15664)."""
 
     @classmethod
-    def of(cls, balance: float, override: Mapping[str, object]) -> RouterTraining:
+    def from_settings(cls, balance: float, override: Mapping[str, object]) -> RouterTraining:
         """Read it from the weight of the balance loss over all layers, and ``override_transformer_config``.
 
         Raises:
             ConfigError: both ask for a balance loss.
         """
-        of_layers, z = (router_loss_weight(override, name) for name in ROUTER_LOSSES)
-        if balance and of_layers:
+        layer_balance, z = (router_loss_weight(override, name) for name in ROUTER_LOSSES)
+        if balance and layer_balance:
             raise ConfigError(
-                f"override_transformer_config.{ROUTER_LOSSES[0]}={of_layers}, and model.override_config has a balance "
-                f"loss of weight {balance} too. Set one of the two: moe_aux_loss_coeff balances each layer, and "
-                "router_aux_loss_coef all layers together."
+                f"override_transformer_config.{ROUTER_LOSSES[0]}={layer_balance}, and model.override_config has a "
+                f"balance loss of weight {balance} too. Set one of the two: moe_aux_loss_coeff balances each layer, "
+                "and router_aux_loss_coef all layers together."
             )
-        return cls(balance, of_layers, z, bias_update_rate(override))
+        return cls(balance, layer_balance, z, bias_update_rate(override))
 
     @property
     def needs_load(self) -> bool:
-        """Whether a loss needs the load of all tokens before the first gradient."""
+        """True if a loss needs the load of all tokens before the first gradient."""
         return self.balance > 0 or self.balance_of_layers > 0
 
 

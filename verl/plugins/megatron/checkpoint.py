@@ -29,13 +29,13 @@ from verl.checkpoint.shards import (
 )
 from verl.errors import CheckpointError
 from verl.plugins.megatron.optimizer import MegatronOptimizer
-from verl.plugins.megatron.weights import Place, WeightGatherer
+from verl.plugins.megatron.weights import ShardRegion, WeightGatherer
 
 if TYPE_CHECKING:
     from verl.checkpoint.states import State
 
-Cut = Callable[[str, Place], Tensor]
-"""Returns the box of a place out of the tensor of that name."""
+Cut = Callable[[str, ShardRegion], Tensor]
+"""Returns the box of a region out of the tensor of that name."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class MegatronState:
     """Weights, optimizer and schedule of this rank, to be saved and restored."""
 
     weights: WeightGatherer
-    places: Sequence[Place]
+    regions: Sequence[ShardRegion]
     parameters: Mapping[str, Tensor]
     """By their name in megatron-core."""
     optimizer: MegatronOptimizer | None
@@ -92,12 +92,12 @@ class MegatronState:
             if "model" in contents:
                 model = Boxes.read(folder, "model")
                 model.check(self.weights.shapes)
-                kinds["main"] = self._fill_places(lambda weight: model.cut(weight.name, *weight.box), frozenset())
+                kinds["main"] = self._fill_regions(lambda weight: model.cut(weight.name, *weight.box), frozenset())
             if "optimizer" in contents and self.optimizer is not None:
                 moments = Boxes.read(folder, "optim")
                 other = self._check_moments(moments, self.optimizer)
                 for kind in _moments_of(moments):
-                    kinds[kind] = self._fill_places(
+                    kinds[kind] = self._fill_regions(
                         lambda weight, kind=kind: moments.cut(f"{weight.name}/{kind}", *weight.box),
                         self._without(kind, self.optimizer),
                     )
@@ -112,14 +112,14 @@ class MegatronState:
     def restore(self, states: Mapping[str, State]) -> State:
         """Restore :meth:`states` on the same rank of the same layout. Collective; see :class:`TrainingState`."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        wanted = {kind: shard_file(kind, ranks, rank) for kind in KINDS}
-        if unknown := states.keys() - set(wanted.values()):
+        files = {kind: shard_file(kind, ranks, rank) for kind in KINDS}
+        if unknown := states.keys() - set(files.values()):
             raise CheckpointError(
                 f"rank {rank} of {ranks} cannot load the state {', '.join(sorted(unknown))}: a snapshot in memory "
                 "can only be loaded by the same rank of the same number of ranks. For another number of ranks, "
                 "resume from a checkpoint on disk."
             )
-        tensors = {kind: states[file] for kind, file in wanted.items() if file in states}
+        tensors = {kind: states[file] for kind, file in files.items() if file in states}
         kinds: dict[str, dict[str, Tensor]] = {}
         other: State = {}
         if "model" in tensors:
@@ -143,24 +143,24 @@ class MegatronState:
 
     def _gather(self, boxes: Boxes, ending: str, without: Set[str]) -> dict[str, Tensor]:
         """Fill the parameters, but for weights ``without``, from the boxes that all ranks stored. Collective."""
-        mine: dict[str, list[Place]] = {}
-        for weight in self.places:
+        mine: dict[str, list[ShardRegion]] = {}
+        for weight in self.regions:
             mine.setdefault(weight.name, []).append(weight)
         tensors = {name: torch.empty_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
         device = next(iter(self.parameters.values())).device
 
-        def stored(weight: Place) -> Tensor:
+        def stored(weight: ShardRegion) -> Tensor:
             return boxes.cut(weight.name + ending, *weight.box)
 
-        for name, whole in self.weights.gather(stored, torch.float32, device, without):
+        for name, full in self.weights.gather(stored, torch.float32, device, without):
             for weight in mine.get(name, []):
                 part = tuple(slice(a, a + n) for a, n in zip(weight.start, weight.size, strict=True))
-                weight.write(tensors[weight.parameter], whole[part])
+                weight.write(tensors[weight.parameter], full[part])
         return tensors
 
-    def _fill_places(self, cut: Callable[[Place], Tensor], without: Set[str]) -> dict[str, Tensor]:
+    def _fill_regions(self, cut: Callable[[ShardRegion], Tensor], without: Set[str]) -> dict[str, Tensor]:
         tensors = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
-        for weight in self.places:
+        for weight in self.regions:
             if weight.name not in without:
                 weight.write(tensors[weight.parameter], cut(weight))
         return tensors

@@ -98,14 +98,14 @@ class _Distributed(ModuleType):
         padded[: len(part)] = part
         parts = [torch.empty_like(padded) for _ in outputs]
         dist.all_gather(parts, padded, group=group)
-        for output, one in zip(outputs, parts, strict=True):
-            output.copy_(one[: len(output)])
+        for output, padded_output in zip(outputs, parts, strict=True):
+            output.copy_(padded_output[: len(output)])
 
     @staticmethod
     def reduce_scatter(output: Tensor, parts: list[Tensor], group: dist.ProcessGroup | None = None) -> None:
-        whole = torch.cat(parts)
-        dist.all_reduce(whole, group=group)
-        output.copy_(whole.split([len(part) for part in parts])[dist.get_rank(group)])
+        total = torch.cat(parts)
+        dist.all_reduce(total, group=group)
+        output.copy_(total.split([len(part) for part in parts])[dist.get_rank(group)])
 
 
 class _Torch(ModuleType):

@@ -38,14 +38,14 @@ class DeltaShape:
     kernel: int
     """Tokens that the convolution sees."""
     eps: float
-    """Of the norm of a head's output."""
+    """Epsilon in the norm of a head's output."""
     is_grouped: bool
-    """Whether one projection has query, key, values and gates of a key head beside each other, and another one its
+    """True if one projection has query, key, values and gates of a key head beside each other, and another one its
     strengths and decays, as in Qwen3-Next; otherwise queries, keys and values follow each other in one projection, and
     gates, strengths and decays have one each, as in Qwen3.5."""
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> DeltaShape:
+    def from_config(cls, config: PretrainedConfig) -> DeltaShape:
         """Read them from the Transformers config of a decoder."""
         return cls(
             key_heads=config.linear_num_key_heads,
@@ -70,7 +70,7 @@ class GatedDeltaNet(nn.Module):
         self.key_heads, self.value_heads = shape.key_heads // ranks, shape.value_heads // ranks
         queries, values = shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim
 
-        def of_heads(outputs: int) -> Any:
+        def head_layer(outputs: int) -> Any:
             return tensor_parallel.ColumnParallelLinear(
                 config.hidden_size,
                 outputs,
@@ -82,13 +82,13 @@ class GatedDeltaNet(nn.Module):
             )
 
         if shape.is_grouped:
-            self.in_proj_qkvz = of_heads(2 * queries + 2 * values)
-            self.in_proj_ba = of_heads(2 * shape.value_heads)
+            self.in_proj_qkvz = head_layer(2 * queries + 2 * values)
+            self.in_proj_ba = head_layer(2 * shape.value_heads)
         else:
-            self.in_proj_qkv = of_heads(2 * queries + values)
-            self.in_proj_z = of_heads(values)
-            self.in_proj_b = of_heads(shape.value_heads)
-            self.in_proj_a = of_heads(shape.value_heads)
+            self.in_proj_qkv = head_layer(2 * queries + values)
+            self.in_proj_z = head_layer(values)
+            self.in_proj_b = head_layer(shape.value_heads)
+            self.in_proj_a = head_layer(shape.value_heads)
         channels = (2 * queries + values) // ranks
         dtype = config.params_dtype
         self.conv1d = nn.Conv1d(channels, channels, shape.kernel, groups=channels, bias=False, dtype=dtype)
@@ -159,10 +159,10 @@ class GatedDeltaNet(nn.Module):
             return qkv, z, b, a
         shared_by = self.value_heads // self.key_heads
         widths = [self.shape.key_dim] * 2 + [shared_by * self.shape.value_dim] * 2
-        of_heads = self.in_proj_qkvz(hidden)[0].unflatten(-1, (self.key_heads, -1)).split(widths, dim=-1)
-        query, key, value, z = (x.flatten(-2) for x in of_heads)
-        of_heads = self.in_proj_ba(hidden)[0].unflatten(-1, (self.key_heads, -1)).split([shared_by] * 2, dim=-1)
-        b, a = (x.flatten(-2) for x in of_heads)
+        by_head = self.in_proj_qkvz(hidden)[0].unflatten(-1, (self.key_heads, -1)).split(widths, dim=-1)
+        query, key, value, z = (x.flatten(-2) for x in by_head)
+        by_head = self.in_proj_ba(hidden)[0].unflatten(-1, (self.key_heads, -1)).split([shared_by] * 2, dim=-1)
+        b, a = (x.flatten(-2) for x in by_head)
         return torch.cat([query, key, value], dim=-1), z, b, a
 
 

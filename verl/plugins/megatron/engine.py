@@ -39,7 +39,7 @@ from verl.plugins.megatron.optimizer import Matrices, MegatronOptimizer
 from verl.plugins.megatron.outputs import outputs_at
 from verl.plugins.megatron.prediction import PredictionLoss, TokensAhead
 from verl.plugins.megatron.replay import RouterReplay
-from verl.plugins.megatron.weights import Place, WeightGatherer
+from verl.plugins.megatron.weights import ShardRegion, WeightGatherer
 from verl.protocol import DataProto
 from verl.utils.device import ensure_process_group, get_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from verl.checkpoint.states import State
 
 PassFunction = Callable[[MicroBatch, ModelInputs, dict[str, Tensor]], Tensor]
-"""What is done with the outputs of one pass, (N,) each; it returns the loss."""
+"""Function of the outputs of one pass, (N,) each; it returns the loss."""
 
 
 class MegatronEngine(BaseEngine):
@@ -125,7 +125,7 @@ class MegatronEngine(BaseEngine):
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self.device = get_device(device_name)
         ensure_process_group(self.device, timeout_s)
-        self.layout = Layout.of(engine_config)
+        self.layout = Layout.from_config(engine_config)
         join(self.layout, self.device, engine_config.seed)
         self._copies = parallel_state.get_data_parallel_group()
         is_first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
@@ -148,12 +148,12 @@ class MegatronEngine(BaseEngine):
         seed_everything(config.seed + dist.get_rank())
         self.model = build(self.model_type, self.model_config, config, self.layout, self.device, self.frozen)
         self.model.pieces.eval()
-        self.weights = WeightGatherer(self.model.shapes, self.model.places)
+        self.weights = WeightGatherer(self.model.shapes, self.model.regions)
         self.checkpointed = self._checkpointed()
         weight = balance_coefficient(self.model.hf_config, self.model_config.override_config)
         is_policy = self.model_type == "language_model" and not config.forward_only
         override = config.override_transformer_config if is_policy else {}
-        routers = RouterTraining.of(0.0 if config.forward_only else weight, override)
+        routers = RouterTraining.from_settings(0.0 if config.forward_only else weight, override)
         self.mixtures = Mixtures(self.model.pieces, self.layout, routers)
         self.replay = RouterReplay(self.model.pieces, self.layout)
         self.prediction = PredictionLoss(
@@ -192,7 +192,7 @@ class MegatronEngine(BaseEngine):
         last = self.model.last
         counted = {
             weight.parameter
-            for weight in self.model.places
+            for weight in self.model.regions
             if weight.is_divided or (is_first_of_expert if ".experts." in weight.name else is_first)
         }
         if last.share_embeddings_and_output_weights and not last.pre_process:
@@ -204,9 +204,9 @@ class MegatronEngine(BaseEngine):
     def _matrices(self) -> Matrices:
         """Weights for Muon: matrices of the model's hidden layers, and of its heads of multi-token prediction."""
         model = self.model
-        of_heads = {name for name in model.heads.trained if is_hidden_matrix(name, model.shapes[name])}
-        names = frozenset(hidden_matrices(model.skeleton, model.skeleton.head).keys() | of_heads)
-        return Matrices(names, model.shapes, model.places)
+        head_matrices = {name for name in model.heads.trained if is_hidden_matrix(name, model.shapes[name])}
+        names = frozenset(hidden_matrices(model.skeleton, model.skeleton.head).keys() | head_matrices)
+        return Matrices(names, model.shapes, model.regions)
 
     # ---- modes and memory ---------------------------------------------------------------------
 
@@ -307,7 +307,7 @@ class MegatronEngine(BaseEngine):
         self._trained()
         self._has_gradients = True
         group, micro = self.get_data_parallel_group(), micro.shared_by(self.layout.context)
-        totals = BatchTotals.of(batch, self.get_data_parallel_size(), self.device, group)
+        totals = BatchTotals.from_batch(batch, self.get_data_parallel_size(), self.device, group)
         metrics, watch = MetricSum(totals), LossWatch(self.get_data_parallel_rank())
 
         def add(part: MicroBatch, inputs: ModelInputs, part_metrics: dict[str, Tensor]) -> Tensor:
@@ -382,8 +382,8 @@ class MegatronEngine(BaseEngine):
             inputs, ahead = self._inputs(part.data, heads)
             assert inputs.attention_mask is not None
             padding = torch.ones_like(inputs.attention_mask) if part.is_filler else ~inputs.attention_mask
-            with self.mixtures.watched(is_counted), self.replay.of_pass(inputs, is_trained=not forward_only):
-                ids_ahead = [one.ids for one in ahead]
+            with self.mixtures.watched(is_counted), self.replay.replayed(inputs, is_trained=not forward_only):
+                ids_ahead = [tokens.ids for tokens in ahead]
                 hidden = module(
                     inputs.input_ids, inputs.position_ids, inputs.packing, padding, inputs.images, ids_ahead
                 )
@@ -501,14 +501,14 @@ class MegatronEngine(BaseEngine):
         """Iterate over whole weights by their name in the skeleton. Collective: every rank iterates to the end."""
         parameters, dtype = self._parameters(), torch_dtype(self.engine_config.dtype)
 
-        def box(weight: Place) -> Tensor:
+        def box(weight: ShardRegion) -> Tensor:
             return weight.read(parameters[weight.parameter].detach())
 
         return ((name, as_in_peft(name, tensor)) for name, tensor in weights.gather(box, dtype, self.device))
 
     @property
     def has_adapters(self) -> bool:
-        """Whether LoRA adapters are trained in place of the model's weights."""
+        """True if LoRA adapters are trained instead of the model's weights."""
         return bool(self.model.targets)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
@@ -560,24 +560,24 @@ class MegatronEngine(BaseEngine):
         if not self.has_adapters:
             return self.weights
         shapes = {name: shape for name, shape in self.model.shapes.items() if name not in self.model.frozen}
-        places = [weight for weight in self.model.places if weight.name in shapes]
-        of_ranks: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, bool(places))
-        if not all(of_ranks):
+        regions = [weight for weight in self.model.regions if weight.name in shapes]
+        has_weights: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(has_weights, bool(regions))
+        if not all(has_weights):
             raise ConfigError(
-                f"megatron.{self.layout}: rank {of_ranks.index(False)} has no layer with an adapter, so nothing is "
+                f"megatron.{self.layout}: rank {has_weights.index(False)} has no layer with an adapter, so nothing is "
                 "trained on its pipeline stage. Choose layers of every stage in model.target_modules, or a smaller "
                 "pipeline_model_parallel_size."
             )
-        return WeightGatherer(shapes, places)
+        return WeightGatherer(shapes, regions)
 
     def _state(self) -> MegatronState:
-        places, parameters = self.model.places, self._parameters()
+        regions, parameters = self.model.regions, self._parameters()
         frozen = self.model.frozen if self.optimizer is not None else frozenset()
         if self.has_adapters:
-            places = [weight for weight in places if weight.name not in frozen]
-            parameters = {weight.parameter: parameters[weight.parameter] for weight in places}
-        return MegatronState(self.checkpointed, places, parameters, self.optimizer, self.scheduler, frozen)
+            regions = [weight for weight in regions if weight.name not in frozen]
+            parameters = {weight.parameter: parameters[weight.parameter] for weight in regions}
+        return MegatronState(self.checkpointed, regions, parameters, self.optimizer, self.scheduler, frozen)
 
     def state_bytes(self) -> int:
         """See :meth:`BaseEngine.state_bytes`: fp32 weights and moments."""
@@ -645,14 +645,14 @@ class MegatronLanguageModelEngine(MegatronEngine):
         """See :meth:`BaseEngine.output_matrix`. It has rows on the last pipeline stage only, where it is used."""
         use(self.layout)
         config, dtype = self.model.text_config, torch_dtype(self.engine_config.dtype)
-        whole = torch.empty(0, config.hidden_size, dtype=dtype, device=self.device)
+        weight = torch.empty(0, config.hidden_size, dtype=dtype, device=self.device)
         if self.model.last.post_process:
             part = self.model.head_weight().detach().to(dtype).contiguous()
             group = parallel_state.get_tensor_model_parallel_group()
             parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
             dist.all_gather(parts, part, group=group)
-            whole = torch.cat(parts)[: config.vocab_size]
-        return OutputMatrix(weight=whole, bias=None, rule=LogitRule())
+            weight = torch.cat(parts)[: config.vocab_size]
+        return OutputMatrix(weight=weight, bias=None, rule=LogitRule())
 
 
 @EngineRegistry.register("value_model", "megatron")

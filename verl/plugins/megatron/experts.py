@@ -49,10 +49,10 @@ class ExpertGroups:
 
     def choice(self, scores: Tensor, per_token: int) -> Tensor:
         """Return the experts of each token, (tokens, experts per token), by their biased scores, (tokens, experts)."""
-        of_groups = scores.unflatten(-1, (self.count, -1))  # (tokens, groups, experts of a group)
-        groups = of_groups.topk(2, dim=-1).values.sum(-1).topk(self.per_token, dim=-1).indices
-        is_open = torch.zeros_like(of_groups[..., 0], dtype=torch.bool).scatter(1, groups, True)
-        open_scores = of_groups.masked_fill(~is_open.unsqueeze(-1), float("-inf")).flatten(1)
+        group_scores = scores.unflatten(-1, (self.count, -1))  # (tokens, groups, experts of a group)
+        groups = group_scores.topk(2, dim=-1).values.sum(-1).topk(self.per_token, dim=-1).indices
+        is_open = torch.zeros_like(group_scores[..., 0], dtype=torch.bool).scatter(1, groups, True)
+        open_scores = group_scores.masked_fill(~is_open.unsqueeze(-1), float("-inf")).flatten(1)
         return open_scores.topk(per_token, dim=-1).indices
 
 
@@ -67,20 +67,20 @@ class Experts:
     width: int
     """Feed-forward width of one expert."""
     is_renormalised: bool
-    """Whether the weights of a token's experts add up to 1."""
+    """True if the weights of a token's experts add up to 1."""
     has_fp32_weights: bool
-    """Whether these weights stay in fp32 in a model of another format."""
+    """True if these weights stay in fp32 in a model of another format."""
     sparse: tuple[bool, ...]
-    """Of each layer, whether it has experts."""
+    """Layers with experts: True at the index of each."""
     shared_width: int = 0
     """Feed-forward width of what all tokens pass beside the experts."""
     is_shared_gated: bool = False
-    """Whether each token multiplies the output of that by a gate, the sigmoid of a number."""
+    """True if each token multiplies the output of these by a gate, the sigmoid of a number."""
     groups: ExpertGroups | None = None
-    """How groups of experts are chosen first; None for a choice by softmax among all."""
+    """Rule by which groups of experts are chosen first; None for a choice by softmax among all."""
 
     @classmethod
-    def of(cls, hf: PretrainedConfig) -> Experts | None:
+    def from_config(cls, hf: PretrainedConfig) -> Experts | None:
         """Read them from a Transformers config; None if all layers are dense."""
         sizes = ExpertSizes.of(hf)
         # The decoder of a model with images has a type of its own.
@@ -127,38 +127,38 @@ class Repetition:
 
     def __init__(self) -> None:
         self._runs = self._is_trained = False
-        self._wanted: Tensor | None = None
-        self._taken: Tensor | None = None
+        self._replayed: Tensor | None = None
+        self._last_choice: Tensor | None = None
         self._waiting: deque[Tensor | None] = deque()
 
-    def begin(self, wanted: Tensor | None, is_trained: bool) -> None:
+    def begin(self, replayed: Tensor | None, is_trained: bool) -> None:
         """Begin a forward pass with the choice ``wanted``, (tokens, experts per token); None is the router's own."""
-        self._runs, self._is_trained, self._wanted, self._taken = True, is_trained, wanted, None
+        self._runs, self._is_trained, self._replayed, self._last_choice = True, is_trained, replayed, None
 
     def end(self) -> None:
         """End the forward pass."""
-        self._runs, self._wanted = False, None
+        self._runs, self._replayed = False, None
 
     def clear(self) -> None:
         """Forget what waits to be repeated."""
         self._waiting.clear()
 
-    def taken(self) -> Tensor | None:
+    def last_choice(self) -> Tensor | None:
         """Return what the router chose in the last forward pass; None if it did not run."""
-        return self._taken
+        return self._last_choice
 
     def choice(self, free: Tensor) -> Tensor:
         """Return the choice of experts, where ``free``, (tokens, experts per token), is the router's own."""
         if self._runs:
-            wanted = self._wanted
+            replayed = self._replayed
             if self._is_trained and not torch.is_grad_enabled():  # so its layer runs again in the backward pass
-                self._waiting.append(wanted)
+                self._waiting.append(replayed)
         else:
-            wanted = self._waiting.popleft() if self._waiting else None
-        if wanted is not None:
-            free = torch.where(wanted != unknown(wanted.dtype), wanted.to(free.dtype), free)
+            replayed = self._waiting.popleft() if self._waiting else None
+        if replayed is not None:
+            free = torch.where(replayed != unknown(replayed.dtype), replayed.to(free.dtype), free)
         if self._runs:
-            self._taken = free
+            self._last_choice = free
         return free
 
 
@@ -172,11 +172,11 @@ class TokenRouter(TopKRouter):
         super().__init__(**settings)
         self.experts = experts
         self.index = 0
-        """Of this router among those of this rank."""
+        """Index of this router among those of this rank."""
         self.choices: Choices | None = None
-        """Where to keep what is chosen."""
+        """Record of the choices; None keeps none."""
         self.repeated = Repetition()
-        """What it chooses in place of its own choice."""
+        """Choice that replaces the router's own."""
         self.e_score_correction_bias: nn.Parameter | None = None
         """(experts,) fp32, the bias of :class:`ExpertGroups`."""
         if experts.groups is not None:
@@ -185,7 +185,7 @@ class TokenRouter(TopKRouter):
         self.balance_grad: Tensor | None = None
         """(experts,): gradient of the balance loss with respect to the router probability of each real token."""
         self.is_balanced_by_scores = False
-        """Whether these probabilities are the scores over their sum, where groups are chosen."""
+        """True if these probabilities are the scores over their sum, where groups are chosen."""
         self.z_weight = 0.0
         """Weight of the squared logarithm of the sum of a real token's exponentials."""
 
@@ -208,25 +208,25 @@ class TokenRouter(TopKRouter):
             assert self.e_score_correction_bias is not None
             scores = logits.sigmoid()
             free = experts.groups.choice(scores + self.e_score_correction_bias, experts.per_token)
-        chosen = self.repeated.choice(free)
-        top = scores.gather(-1, chosen)
+        expert_ids = self.repeated.choice(free)
+        top = scores.gather(-1, expert_ids)
         if experts.is_renormalised:
             top = top / (top.sum(-1, keepdim=True) + 1e-20)
         if experts.groups is not None:
             top = top * experts.groups.scale
         if not experts.has_fp32_weights:
             top = top.to(logits.dtype)
-        weights = top.new_zeros(logits.shape).scatter(1, chosen, top)
+        weights = top.new_zeros(logits.shape).scatter(1, expert_ids, top)
         real = slice(None) if padding_mask is None else ~padding_mask.flatten()
         if self.choices is not None:
-            self.choices.add(self.index, logits.detach()[real], chosen[real])
+            self.choices.add(self.index, logits.detach()[real], expert_ids[real])
         if torch.is_grad_enabled():
             if self.balance_grad is not None:
                 balanced = balanced_probabilities(logits[real], self.is_balanced_by_scores)
                 weights = _WithLoss.apply(weights, (balanced * self.balance_grad).sum())
             if self.z_weight:
                 weights = _WithLoss.apply(weights, self.z_weight * squared_log_sums(logits[real]).sum())
-        return weights, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+        return weights, torch.zeros_like(logits, dtype=torch.bool).scatter(1, expert_ids, True)
 
 
 def balanced_probabilities(logits: Tensor, by_scores: bool) -> Tensor:

@@ -19,7 +19,7 @@ _EXPERTS = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")
 _OLDER = {"model.language_model.": "model.", "model.visual.": "visual."}
 """Beginnings of names in models with images, and what the files of Qwen2-VL and Qwen2.5-VL have in their place."""
 _IN_FILES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
-"""Of each matrix of an expert, its name in the files of Qwen3-MoE and in those of Mixtral."""
+"""Names of each matrix of an expert in the files of Qwen3-MoE and of Mixtral."""
 
 
 class ModelFiles:

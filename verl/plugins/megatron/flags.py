@@ -25,7 +25,7 @@ _EXTENSIONS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("moe_enable_deepep", "moe_flex_dispatcher_backend", "flex"), ("deep_ep", "DeepEP")),
 }
 """Flags that need an extension of CUDA: its module, and its name."""
-_OF_FLEX = ("moe_enable_deepep", "moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms")
+_FLEX_FLAGS = ("moe_enable_deepep", "moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms")
 
 
 def transformer_fields(
@@ -38,7 +38,7 @@ def transformer_fields(
     override = {name: value for name, value in engine.override_transformer_config.items() if value is not None}
     obstacles = dict(_obstacles(override, layout, device, has_experts))
     if obstacles and dist.get_rank() == 0:
-        _tell("; ".join(f"{name} ({why})" for name, why in obstacles.items()))
+        _warn("; ".join(f"{name} ({why})" for name, why in obstacles.items()))
     passed = [*PASSED, *(PIPELINE_LAYOUT if layout.pipeline > 1 else ())]
     if (chunks := layout_of_chunks(override.get(_LAYOUT))) is not None:
         # megatron-core takes no spaces, and the heads of multi-token prediction are built apart, on the last stage.
@@ -47,15 +47,15 @@ def transformer_fields(
 
 
 @functools.cache  # actor, critic and reference of a process have the same flags
-def _tell(flags: str) -> None:
+def _warn(flags: str) -> None:
     logger.warning("no effect: flags of megatron.override_transformer_config: %s", flags)
 
 
 def _why_not_in_pipeline(name: str, layout: Layout) -> str | None:
     if name in PIPELINE_LAYOUT and layout.pipeline == 1:
         return "there is no pipeline"
-    of_interleaved = name in ("microbatch_group_size_per_vp_stage", "overlap_p2p_comm_warmup_flush")
-    return "the pipeline is not interleaved" if of_interleaved and layout.pieces == 1 else None
+    needs_interleaving = name in ("microbatch_group_size_per_vp_stage", "overlap_p2p_comm_warmup_flush")
+    return "the pipeline is not interleaved" if needs_interleaving and layout.pieces == 1 else None
 
 
 def _obstacles(
@@ -82,4 +82,6 @@ def _obstacles(
         if why is not None and value is not False:
             yield name, f"{why}; alltoall is used" if value == "flex" and has_experts else why
     if not has_flex:  # what belongs to it is of no use either
-        yield from ((name, "it belongs to moe_token_dispatcher_type=flex") for name in _OF_FLEX if override.get(name))
+        yield from (
+            (name, "it belongs to moe_token_dispatcher_type=flex") for name in _FLEX_FLAGS if override.get(name)
+        )

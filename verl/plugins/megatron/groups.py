@@ -1,4 +1,4 @@
-"""Which ranks share what: the process groups of megatron-core; models of one process may have several layouts."""
+"""Process groups of megatron-core, which say what ranks share; models of one process may have several layouts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Layout:
     """Pieces of the model on each pipeline stage, above 1 if it is interleaved (arXiv:2104.04473, section 2.2)."""
 
     @classmethod
-    def of(cls, config: McoreEngineConfig) -> Layout:
+    def from_config(cls, config: McoreEngineConfig) -> Layout:
         """Read it from the configuration."""
         tensor = config.tensor_model_parallel_size
         expert_tensor = config.expert_tensor_parallel_size or tensor
@@ -46,14 +46,14 @@ class Layout:
         return self.tensor * self.pipeline * self.context
 
     def __str__(self) -> str:
-        said = f"tensor_model_parallel_size={self.tensor}, pipeline_model_parallel_size={self.pipeline}"
+        settings = f"tensor_model_parallel_size={self.tensor}, pipeline_model_parallel_size={self.pipeline}"
         if self.pieces > 1:
-            said += f", virtual_pipeline_model_parallel_size={self.pieces}"
+            settings += f", virtual_pipeline_model_parallel_size={self.pieces}"
         if self.context > 1:
-            said += f", context_parallel_size={self.context}"
+            settings += f", context_parallel_size={self.context}"
         if self.expert == 1 and self.expert_tensor == self.tensor:
-            return said
-        return f"{said}, expert_model_parallel_size={self.expert}, expert_tensor_parallel_size={self.expert_tensor}"
+            return settings
+        return f"{settings}, expert_model_parallel_size={self.expert}, expert_tensor_parallel_size={self.expert_tensor}"
 
 
 class _Groups:
@@ -65,31 +65,31 @@ class _Groups:
     def __init__(self) -> None:
         self._active: Layout | None = None
         self._empty: dict[str, object] = {}
-        self._of_layouts: dict[Layout, dict[str, object]] = {}
+        self._by_layout: dict[Layout, dict[str, object]] = {}
 
     def is_joined(self, layout: Layout) -> bool:
-        return layout in self._of_layouts
+        return layout in self._by_layout
 
     def begin(self) -> None:
         """Set the groups aside, so that those of another layout can be made."""
         if self._active is None:
             self._empty = self._variables()
         else:
-            self._of_layouts[self._active] = self._variables()
+            self._by_layout[self._active] = self._variables()
             vars(parallel_state).update(_copied(self._empty))
         self._active = None
 
     def end(self, layout: Layout) -> None:
         """Keep the groups that were made since :meth:`begin` as those of a layout."""
         self._active = layout
-        self._of_layouts[layout] = self._variables()
+        self._by_layout[layout] = self._variables()
 
     def use(self, layout: Layout) -> None:
         if layout == self._active:
             return
         if self._active is not None:
-            self._of_layouts[self._active] = self._variables()
-        vars(parallel_state).update(self._of_layouts[layout])
+            self._by_layout[self._active] = self._variables()
+        vars(parallel_state).update(self._by_layout[layout])
         self._active = layout
 
     @staticmethod

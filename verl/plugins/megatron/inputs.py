@@ -49,7 +49,7 @@ def megatron_inputs(
         routers_choose[at_tokens] = routed
         inputs = replace(inputs, routed_experts=routers_choose)
     response_mask = batch.batch["response_mask"].cpu()
-    ahead = tuple(one.to(device) for one in tokens_ahead(inputs, response_mask, heads, group))
+    ahead = tuple(tokens.to(device) for tokens in tokens_ahead(inputs, response_mask, heads, group))
     if group is None:
         return inputs.to(device), ahead
     divided = divide(replace(inputs, real=mask), group)
@@ -67,7 +67,7 @@ def _with_rest(inputs: ModelInputs, lengths: tuple[int, ...], multiple: int) -> 
         inputs,
         input_ids=functional.pad(inputs.input_ids, (0, rest)),
         position_ids=torch.cat([positions, torch.arange(rest).expand(*positions.shape[:-1], rest)], dim=-1),
-        packing=Packing.of([*lengths, rest], inputs.input_ids.device),
+        packing=Packing.from_lengths([*lengths, rest], inputs.input_ids.device),
         images=None if images is None else replace(images, places=functional.pad(images.places, (0, rest))),
     )
 
@@ -83,9 +83,9 @@ def _in_rows(inputs: ModelInputs, lengths: tuple[int, ...], multiple: int) -> Mo
     positions.flatten(-2)[..., places] = inputs.position_ids.squeeze(-2)
     images = inputs.images
     if images is not None:
-        of_images = torch.zeros(len(lengths), width, dtype=torch.bool)
-        of_images.view(-1)[places] = images.places[0]
-        images = replace(images, places=of_images)
+        is_image = torch.zeros(len(lengths), width, dtype=torch.bool)
+        is_image.view(-1)[places] = images.places[0]
+        images = replace(images, places=is_image)
     return replace(
         inputs,
         input_ids=ids,

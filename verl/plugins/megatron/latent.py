@@ -34,14 +34,14 @@ class LatentShape:
     value: int
     """Size of a head's value."""
     is_interleaved: bool
-    """Whether numbers that are next to each other are rotated together; otherwise those half a vector apart."""
+    """True if numbers that are next to each other are rotated together; otherwise those half a vector apart."""
     scale: float
     """Factor of the scores."""
     eps: float
-    """Of the norms of latent vectors."""
+    """Epsilon in the norms of latent vectors."""
 
     @classmethod
-    def of(cls, hf: PreTrainedModel) -> LatentShape | None:
+    def from_model(cls, hf: PreTrainedModel) -> LatentShape | None:
         """Read it from a Transformers model, on any device; None if it has another attention."""
         config = hf.config.get_text_config()
         if getattr(config, "kv_lora_rank", None) is None:
@@ -71,7 +71,7 @@ class LatentAttention(nn.Module):
         self.shape, self.config = shape, config
         ranks = config.tensor_model_parallel_size
         self.heads = shape.heads // ranks
-        of_heads = partial(
+        head_layer = partial(
             tensor_parallel.ColumnParallelLinear,
             config=config,
             init_method=config.init_method,
@@ -80,21 +80,21 @@ class LatentAttention(nn.Module):
             tp_group=pg_collection.tp,
         )
 
-        def whole(inputs: int, outputs: int) -> nn.Linear:
+        def full_layer(inputs: int, outputs: int) -> nn.Linear:
             linear = nn.Linear(inputs, outputs, bias=False, dtype=config.params_dtype)
             linear.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
             return linear
 
         query = shape.heads * (shape.unrotated + shape.rotated)
         if shape.query_rank is None:
-            self.q_proj = of_heads(config.hidden_size, query)
+            self.q_proj = head_layer(config.hidden_size, query)
         else:
-            self.q_a_proj = whole(config.hidden_size, shape.query_rank)
+            self.q_a_proj = full_layer(config.hidden_size, shape.query_rank)
             self.q_a_layernorm = RMSNorm(config, shape.query_rank, shape.eps)
-            self.q_b_proj = of_heads(shape.query_rank, query)
-        self.kv_a_proj_with_mqa = whole(config.hidden_size, shape.kv_rank + shape.rotated)
+            self.q_b_proj = head_layer(shape.query_rank, query)
+        self.kv_a_proj_with_mqa = full_layer(config.hidden_size, shape.kv_rank + shape.rotated)
         self.kv_a_layernorm = RMSNorm(config, shape.kv_rank, shape.eps)
-        self.kv_b_proj = of_heads(shape.kv_rank, shape.heads * (shape.unrotated + shape.value))
+        self.kv_b_proj = head_layer(shape.kv_rank, shape.heads * (shape.unrotated + shape.value))
         self.core_attention = CausalAttention(config, layer_number, softmax_scale=shape.scale)
         self.linear_proj = tensor_parallel.RowParallelLinear(
             shape.heads * shape.value,

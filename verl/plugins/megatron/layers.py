@@ -27,7 +27,7 @@ class PackedRow(PackedSeqParams):
     packing: Packing | None = None
 
     @classmethod
-    def of(cls, packing: Packing) -> PackedRow:
+    def from_packing(cls, packing: Packing) -> PackedRow:
         """Describe a row on the device of ``packing``."""
         # Without bounds megatron-core rotates the row as a whole, by the angles of :class:`Rotation`.
         return cls(qkv_format="thd", packing=packing)
@@ -83,7 +83,7 @@ class DecoderModel(GPTModel):
         self.visual: nn.Module | None = None
         """Transformers' vision tower, on the first piece of a model with images."""
         self.heads: nn.Module | None = None
-        """Those of multi-token prediction, on the last piece."""
+        """Heads of multi-token prediction, on the last piece."""
         self.ahead: list[Tensor] = []
         """Hidden states of each head in the last pass with ``tokens_ahead``, (bsz, length, hidden)."""
 
@@ -109,14 +109,14 @@ class DecoderModel(GPTModel):
         """
         self._tokens_ahead = tokens_ahead
         self.rotary_pos_emb.positions = position_ids, packing is not None
-        packed = None if packing is None else PackedRow.of(packing)
-        embeddings, of_layers = None, {}
+        packed = None if packing is None else PackedRow.from_packing(packing)
+        embeddings, layer_inputs = None, {}
         if self.visual is not None and images is not None:
             embeddings = self.embedding(input_ids, position_ids)  # (length / ranks, bsz, hidden)
             places, (features, *rest) = placed_features(self.visual, images, self.config.sequence_parallel)
             embeddings = embeddings.index_put(places, features.to(embeddings.dtype))
             if rest:
-                of_layers = {"context": torch.stack(rest).to(embeddings.dtype), "context_mask": torch.stack(places)}
+                layer_inputs = {"context": torch.stack(rest).to(embeddings.dtype), "context_mask": torch.stack(places)}
         # Where megatron-core computes the embeddings, it divides the padding with them.
         if self.config.sequence_parallel and (embeddings is not None or not self.pre_process):
             parts = padding.chunk(parallel_state.get_tensor_model_parallel_world_size(), dim=1)
@@ -128,7 +128,7 @@ class DecoderModel(GPTModel):
             decoder_input=embeddings,
             packed_seq_params=packed,
             padding_mask=padding,
-            extra_block_kwargs=of_layers,
+            extra_block_kwargs=layer_inputs,
         )
 
     def _postprocess(
@@ -223,16 +223,16 @@ class CausalAttention(nn.Module):
         """
         if packed_seq_params is not None and packed_seq_params.packing is not None:
             # (1, heads, tokens, head_dim)
-            q, k, v = self._whole(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+            q, k, v = self._full(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
             packing = packed_seq_params.packing
             rule = self.rule
             if rule.window is not None and rule.window >= packing.longest:
                 rule = replace(rule, window=None)
             return self._divided(attend_packed(q, k, v, packing, rule)).squeeze(0).flatten(1)
-        q, k, v = self._whole(x.permute(1, 2, 0, 3) for x in (query, key, value))  # (bsz, heads, length, head_dim)
+        q, k, v = self._full(x.permute(1, 2, 0, 3) for x in (query, key, value))  # (bsz, heads, length, head_dim)
         return self._divided(attend(q, k, v, self.rule).transpose(1, 2)).transpose(0, 1).flatten(2)
 
-    def _whole(self, tensors: Iterable[Tensor]) -> Sequence[Tensor]:
+    def _full(self, tensors: Iterable[Tensor]) -> Sequence[Tensor]:
         return list(tensors) if self.group is None else heads_for_sequence(list(tensors), self.group)
 
     def _divided(self, output: Tensor) -> Tensor:

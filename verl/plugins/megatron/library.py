@@ -22,7 +22,7 @@ for _name in ("reduce_scatter_tensor", "all_gather_into_tensor"):  # PyTorch's o
 parallel_state = _module("parallel_state")
 # It lets torch.load make objects of more classes, from anybody's files. That is undone.
 _more = _module("safe_globals").SAFE_GLOBALS
-_safe = [one for one in torch.serialization.get_safe_globals() if one not in _more]
+_safe = [entry for entry in torch.serialization.get_safe_globals() if entry not in _more]
 torch.serialization.clear_safe_globals()
 torch.serialization.add_safe_globals(_safe)
 tensor_parallel = _module("tensor_parallel")

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl.plugins.megatron.weights import Place
+from verl.plugins.megatron.weights import ShardRegion
 from verl.workers.engine.muon import MatrixExchange
 
 
@@ -31,7 +31,7 @@ class MatrixParameter:
     name: str
     shape: tuple[int, ...]
     """On each tensor-parallel rank."""
-    places: Sequence[Place]
+    regions: Sequence[ShardRegion]
     stretches: Sequence[int]
     """Elements that each rank of ``copies`` holds, one stretch after the other."""
     copies: dist.ProcessGroup | None
@@ -45,7 +45,7 @@ class _Matrix:
     """The boxes of one matrix on this rank, and where those of the other tensor-parallel ranks are."""
 
     shape: tuple[int, int]
-    places: Sequence[Place]
+    regions: Sequence[ShardRegion]
     starts: Sequence[Sequence[tuple[int, int]]]
     """Index of the first row and column of each box, by rank."""
 
@@ -60,35 +60,35 @@ class _Matrix:
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return this rank's boxes, flat, out of a tensor of the parameter's shape."""
-        return torch.cat([place.read(tensor).flatten() for place in self.places])
+        return torch.cat([region.read(tensor).flatten() for region in self.regions])
 
     def write(self, tensor: Tensor, boxes: Tensor) -> None:
         """Copy this rank's boxes into a tensor of the parameter's shape."""
-        for place, box in zip(self.places, boxes.split(self._counts()), strict=True):
-            place.write(tensor, box)
+        for region, box in zip(self.regions, boxes.split(self._counts()), strict=True):
+            region.write(tensor, box)
 
-    def whole(self, of_ranks: Sequence[Tensor]) -> Tensor:
-        """Put the boxes of ``of_ranks``, each flat, together."""
-        whole = of_ranks[0].new_empty(self.shape)
-        for part, box in self._parts(whole, of_ranks):
+    def join(self, boxes: Sequence[Tensor]) -> Tensor:
+        """Put the boxes of the ranks, each flat, together."""
+        matrix = boxes[0].new_empty(self.shape)
+        for part, box in self._parts(matrix, boxes):
             part.copy_(box.view_as(part))
-        return whole
+        return matrix
 
-    def cut(self, whole: Tensor, ranks: int) -> list[Tensor]:
-        """Return the boxes of each rank, flat; the inverse of :meth:`whole`."""
-        of_ranks = [whole.new_empty(self.numel) for _ in range(ranks)]
-        for part, box in self._parts(whole, of_ranks):
+    def cut(self, matrix: Tensor, ranks: int) -> list[Tensor]:
+        """Return the boxes of each rank, flat; the inverse of :meth:`join`."""
+        boxes = [matrix.new_empty(self.numel) for _ in range(ranks)]
+        for part, box in self._parts(matrix, boxes):
             box.copy_(part.flatten())
-        return of_ranks
+        return boxes
 
-    def _parts(self, whole: Tensor, of_ranks: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        for boxes, starts in zip(of_ranks, self.starts, strict=False):  # of one rank where all have all
-            for box, (row, column), place in zip(boxes.split(self._counts()), starts, self.places, strict=True):
-                rows, columns = place.size[-2:]
-                yield whole[row : row + rows, column : column + columns], box
+    def _parts(self, matrix: Tensor, boxes: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        for flat, starts in zip(boxes, self.starts, strict=False):  # of one rank where all have all
+            for box, (row, column), region in zip(flat.split(self._counts()), starts, self.regions, strict=True):
+                rows, columns = region.size[-2:]
+                yield matrix[row : row + rows, column : column + columns], box
 
     def _counts(self) -> list[int]:
-        return [place.size[-2] * place.size[-1] for place in self.places]
+        return [region.size[-2] * region.size[-1] for region in self.regions]
 
 
 class BoxExchange(MatrixExchange):
@@ -104,23 +104,26 @@ class BoxExchange(MatrixExchange):
     ) -> None:
         self._parameters = parameters
         self._matrices: dict[str, list[_Matrix]] = {}
-        mine = {one.name: [(place.name, place.start) for place in one.places] for one in parameters.values()}
-        of_ranks: dict[dist.ProcessGroup, list[dict[str, list[tuple[str, tuple[int, ...]]]]]] = {}
-        for one in parameters.values():
-            if one.divided_by not in of_ranks:
-                of_ranks[one.divided_by] = [{}] * dist.get_world_size(one.divided_by)
-                dist.all_gather_object(of_ranks[one.divided_by], mine, group=one.divided_by)
-            boxes = [of_rank[one.name] for of_rank in of_ranks[one.divided_by]]
+        mine = {
+            parameter.name: [(region.name, region.start) for region in parameter.regions]
+            for parameter in parameters.values()
+        }
+        by_group: dict[dist.ProcessGroup, list[dict[str, list[tuple[str, tuple[int, ...]]]]]] = {}
+        for parameter in parameters.values():
+            if parameter.divided_by not in by_group:
+                by_group[parameter.divided_by] = [{}] * dist.get_world_size(parameter.divided_by)
+                dist.all_gather_object(by_group[parameter.divided_by], mine, group=parameter.divided_by)
+            boxes = [rank_boxes[parameter.name] for rank_boxes in by_group[parameter.divided_by]]
             indices: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
-            for index, place in enumerate(one.places):
-                indices[place.name, place.start[:-2]].append(index)
-            self._matrices[one.name] = [
+            for index, region in enumerate(parameter.regions):
+                indices[region.name, region.start[:-2]].append(index)
+            self._matrices[parameter.name] = [
                 _Matrix(
                     (shapes[name][-2], shapes[name][-1]),
-                    [one.places[index] for index in of_matrix],
-                    [[(boxes_of[i][1][-2], boxes_of[i][1][-1]) for i in of_matrix] for boxes_of in boxes],
+                    [parameter.regions[index] for index in region_indices],
+                    [[(boxes_of[i][1][-2], boxes_of[i][1][-1]) for i in region_indices] for boxes_of in boxes],
                 )
-                for (name, _), of_matrix in indices.items()
+                for (name, _), region_indices in indices.items()
             ]
 
     def changes(
@@ -133,17 +136,17 @@ class BoxExchange(MatrixExchange):
         held = {self._parameters[parameter].name: parameter for parameter in parameters}
         alike: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup], list[MatrixParameter]] = defaultdict(list)
         for parameter in parameters:
-            one = self._parameters[parameter]
-            alike[one.copies, one.divided_by].append(one)
-        for (copies, divided_by), of_groups in alike.items():
+            matrix = self._parameters[parameter]
+            alike[matrix.copies, matrix.divided_by].append(matrix)
+        for (copies, divided_by), group_matrices in alike.items():
             ranks = dist.get_world_size(divided_by) * (1 if copies is None else dist.get_world_size(copies))
             # Matrices of about one size together: the ranks compute one each, and wait for the largest.
-            of_groups.sort(key=lambda one: (sum(one.stretches), one.name))
-            for first in range(0, len(of_groups), ranks):
-                together = of_groups[first : first + ranks]
-                directions = [direction(held[one.name]).flatten() for one in together]
-                for one, part in zip(together, self._exchanged(together, directions, copies, change), strict=True):
-                    yield held[one.name], part.view_as(held[one.name])
+            group_matrices.sort(key=lambda matrix: (sum(matrix.stretches), matrix.name))
+            for first in range(0, len(group_matrices), ranks):
+                together = group_matrices[first : first + ranks]
+                directions = [direction(held[matrix.name]).flatten() for matrix in together]
+                for matrix, part in zip(together, self._exchanged(together, directions, copies, change), strict=True):
+                    yield held[matrix.name], part.view_as(held[matrix.name])
 
     def _exchanged(
         self,
@@ -154,7 +157,7 @@ class BoxExchange(MatrixExchange):
     ) -> list[Tensor]:
         """Return this rank's stretches of the changes, from those of the directions. Collective."""
         if copies is None:
-            tensors = [flat.view(one.shape).clone() for one, flat in zip(together, directions, strict=True)]
+            tensors = [flat.view(matrix.shape).clone() for matrix, flat in zip(together, directions, strict=True)]
             self._change(list(zip(together, tensors, strict=True)), change)
             return tensors
         ranks, rank = dist.get_world_size(copies), dist.get_rank(copies)
@@ -162,22 +165,25 @@ class BoxExchange(MatrixExchange):
         order = [index for other in range(ranks) for index in range(other, len(together), ranks)]
         sent = torch.cat([directions[index] for index in order])
         sizes = [sum(len(directions[index]) for index in range(other, len(together), ranks)) for other in range(ranks)]
-        whole = together[rank::ranks]
-        taken = [sum(one.stretches[other] for one in whole) for other in range(ranks)]
-        received = sent.new_empty(sum(taken))
-        dist.all_to_all_single(received, sent, taken, sizes, group=copies)
+        own_matrices = together[rank::ranks]
+        received_sizes = [sum(matrix.stretches[other] for matrix in own_matrices) for other in range(ranks)]
+        received = sent.new_empty(sum(received_sizes))
+        dist.all_to_all_single(received, sent, received_sizes, sizes, group=copies)
         stretches = [
-            of_rank.split([one.stretches[other] for one in whole])
-            for other, of_rank in enumerate(received.split(taken))
+            rank_part.split([matrix.stretches[other] for matrix in own_matrices])
+            for other, rank_part in enumerate(received.split(received_sizes))
         ]
         tensors = [
-            torch.cat(of_one).view(one.shape) for one, of_one in zip(whole, zip(*stretches, strict=True), strict=True)
+            torch.cat(pieces).view(matrix.shape)
+            for matrix, pieces in zip(own_matrices, zip(*stretches, strict=True), strict=True)
         ]
-        self._change(list(zip(whole, tensors, strict=True)), change)
-        parts = [tensor.flatten().split(list(one.stretches)) for one, tensor in zip(whole, tensors, strict=True)]
+        self._change(list(zip(own_matrices, tensors, strict=True)), change)
+        parts = [
+            tensor.flatten().split(list(matrix.stretches)) for matrix, tensor in zip(own_matrices, tensors, strict=True)
+        ]
         if parts:
             torch.cat([part[other] for other in range(ranks) for part in parts], out=received)
-        dist.all_to_all_single(sent, received, sizes, taken, group=copies)
+        dist.all_to_all_single(sent, received, sizes, received_sizes, group=copies)
         for index, part in zip(order, sent.split([len(directions[index]) for index in order]), strict=True):
             directions[index] = part
         return directions
@@ -187,10 +193,10 @@ class BoxExchange(MatrixExchange):
         if not parameters:
             return
         group = parameters[0][0].divided_by
-        matrices = [(matrix, tensor) for one, tensor in parameters for matrix in self._matrices[one.name]]
+        matrices = [(matrix, tensor) for parameter, tensor in parameters for matrix in self._matrices[parameter.name]]
         for matrix, tensor in matrices:
             if not matrix.is_divided:
-                matrix.write(tensor, matrix.cut(change(matrix.whole([matrix.read(tensor)])), 1)[0])
+                matrix.write(tensor, matrix.cut(change(matrix.join([matrix.read(tensor)])), 1)[0])
         divided = [(matrix, tensor) for matrix, tensor in matrices if matrix.is_divided]
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         for first in range(0, len(divided), ranks):
@@ -201,7 +207,7 @@ class BoxExchange(MatrixExchange):
             received = sent.new_empty(ranks * (mine.numel if mine else 0))
             dist.all_to_all_single(received, sent, None, sizes, group=group)
             if mine is not None:
-                received = torch.cat(mine.cut(change(mine.whole(received.chunk(ranks))), ranks))
+                received = torch.cat(mine.cut(change(mine.join(received.chunk(ranks))), ranks))
             dist.all_to_all_single(sent, received, sizes, None, group=group)
             for (matrix, tensor), boxes in zip(together, sent.split(sizes[: len(together)]), strict=True):
                 matrix.write(tensor, boxes)

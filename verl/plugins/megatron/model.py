@@ -43,7 +43,7 @@ from verl.plugins.megatron.library import (
 )
 from verl.plugins.megatron.prediction import HeadWeights
 from verl.plugins.megatron.vision import DeepstackLayer, build_tower
-from verl.plugins.megatron.weights import Division, ExpertDivision, Place, places_of
+from verl.plugins.megatron.weights import Division, ExpertDivision, ShardRegion, regions_of
 from verl.utils.model import torch_dtype
 from verl.utils.model_facts.megatron_fit import misfits
 from verl.workers.engine.model.adapters import AdapterTarget, adapter_layers, is_adapter, own_name, targets_of
@@ -59,16 +59,16 @@ class BuiltModel:
     are several, of which each has consecutive layers; else one."""
     skeleton: HeadedModel
     """The Transformers model, with adapters that of peft: config, names and shapes of its weights, no values."""
-    places: list[Place]
+    regions: list[ShardRegion]
     """The boxes of weights on this rank, by the names of ``skeleton``."""
     shapes: dict[str, tuple[int, ...]]
-    """Of all weights, by their name in ``skeleton``, tied ones once; adapters of experts have three dimensions."""
+    """Shapes of all weights, by name in ``skeleton``, tied ones once; adapters of experts have three dimensions."""
     frozen: frozenset[str]
     """Names of the weights that are not trained."""
     targets: Mapping[str, AdapterTarget]
-    """What each layer with an adapter adapts; see :func:`~verl.workers.engine.model.adapters.targets_of`."""
+    """Weight that each layer with an adapter adapts; see :func:`~verl.workers.engine.model.adapters.targets_of`."""
     heads: HeadWeights
-    """Of multi-token prediction, where they are trained."""
+    """Weights of the heads of multi-token prediction, where they are trained."""
 
     @property
     def hf_config(self) -> PretrainedConfig:
@@ -77,7 +77,7 @@ class BuiltModel:
 
     @property
     def text_config(self) -> PretrainedConfig:
-        """That of the decoder, which is a part of the config of a model with images."""
+        """Config of the decoder, which is a part of the config of a model with images."""
         return self.hf_config.get_text_config()
 
     @property
@@ -118,10 +118,10 @@ def build(
     _check_fit(skeleton.hf.config, config, engine)
     shapes = {name: tuple(tensor.shape) for name, tensor in own_state(skeleton).items()}
     named = {own_name(name): name for name in shapes if not is_adapter(name)}
-    base = {own: shapes[name] for own, name in named.items()}
-    experts = Experts.of(hf)
+    base = {model_name: shapes[name] for model_name, name in named.items()}
+    experts = Experts.from_config(hf)
     is_tied = model_type == "language_model" and "lm_head.weight" not in base
-    heads = HeadWeights.of(hf, config, base, is_trained)
+    heads = HeadWeights.from_model(hf, config, base, is_trained)
     shapes, base = {**shapes, **heads.shapes}, {**base, **heads.shapes}
     flags = transformer_fields(engine, layout, device, experts is not None)
     settings = _transformer_config(hf, config, engine, layout, dtype, experts, base, flags)
@@ -151,25 +151,25 @@ def build(
     if first.pre_process and not first.post_process:
         # megatron-core keeps its gradient in a buffer of its own, where the last stage has a copy.
         first.embedding.word_embeddings.weight.shared_embedding = is_tied or heads.count > 0
-    division = Division.of(hf, parallel_state.get_tensor_model_parallel_group(), _expert_division())
-    own_places = places_of(base, pieces, division, is_tied)
-    places = [replace(place, name=named.get(place.name, place.name)) for place in own_places]
+    division = Division.from_config(hf, parallel_state.get_tensor_model_parallel_group(), _expert_division())
+    own_regions = regions_of(base, pieces, division, is_tied)
+    regions = [replace(region, name=named.get(region.name, region.name)) for region in own_regions]
     count = None if experts is None else experts.count
     shapes = {name: shape_by_expert(name, shape, count) for name, shape in shapes.items()}
     files = _first_weights(config, engine, hf, heads)
-    _load(pieces, places, shapes, files, is_new_head=model_type != "language_model")
+    _load(pieces, regions, shapes, files, is_new_head=model_type != "language_model")
     trained, targets = trained_parameters(skeleton), {}
     if is_trained and config.has_adapters:
         targets = targets_of(adapter_layers(skeleton))
-        places += add_adapters(pieces, places, targets, shapes)
-        _fill(pieces, [place for place in places if place.name in trained], shapes, config, engine.seed, trained)
+        regions += add_adapters(pieces, regions, targets, shapes)
+        _fill(pieces, [region for region in regions if region.name in trained], shapes, config, engine.seed, trained)
         if first.pre_process:
             need_gradients(first.embedding)
     parameters = dict(pieces.to(device).named_parameters())
-    for weight in places:
+    for weight in regions:
         parameters[weight.parameter].requires_grad_(weight.name in trained or weight.name in heads.trained)
     frozen_weights = frozenset(shapes.keys() - trained.keys() - heads.trained)
-    return BuiltModel(pieces, skeleton, places, shapes, frozen_weights, targets, heads)
+    return BuiltModel(pieces, skeleton, regions, shapes, frozen_weights, targets, heads)
 
 
 def _check_fit(hf: PretrainedConfig, config: HFModelConfig, engine: McoreEngineConfig) -> None:
@@ -294,13 +294,13 @@ def _layer_specs(skeleton: HeadedModel, settings: Any, experts: Experts | None) 
             linear_qkv=column, core_attention=CausalAttention, linear_proj=row, q_layernorm=norm, k_layernorm=norm
         ),
     )
-    if (latent := LatentShape.of(skeleton.hf)) is not None:
+    if (latent := LatentShape.from_model(skeleton.hf)) is not None:
         attention = ModuleSpec(module=LatentAttention, params={"shape": latent, "attn_mask_type": AttnMaskType.causal})
     dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
     hf = skeleton.hf.config.get_text_config()
     attentions = [attention] * settings.num_layers
     if hf.model_type in HYBRIDS:
-        delta_net = ModuleSpec(module=GatedDeltaNet, params={"shape": DeltaShape.of(hf)})
+        delta_net = ModuleSpec(module=GatedDeltaNet, params={"shape": DeltaShape.from_config(hf)})
         attentions = [delta_net if kind == "linear_attention" else attention for kind in hf.layer_types]
 
     def layer(attention: object, mlp: object) -> Any:
@@ -357,7 +357,7 @@ def _set_windows(module: Any, hf: PretrainedConfig) -> None:
 
 def _load(
     module: nn.Module,
-    places: list[Place],
+    regions: list[ShardRegion],
     shapes: dict[str, tuple[int, ...]],
     files: ModelFiles | DistFiles,
     is_new_head: bool,
@@ -365,7 +365,7 @@ def _load(
     """Fill the parameters from the files; a scalar head that they lack stays zero."""
     parameters = dict(module.named_parameters())
     with torch.no_grad():
-        for weight in places:
+        for weight in regions:
             name = own_name(weight.name)
             if is_new_head and name.startswith("score.") and name not in files:
                 continue
@@ -374,7 +374,7 @@ def _load(
 
 def _fill(
     module: nn.Module,
-    places: list[Place],
+    regions: list[ShardRegion],
     shapes: Mapping[str, tuple[int, ...]],
     config: HFModelConfig,
     seed: int,
@@ -383,7 +383,7 @@ def _fill(
     """Fill the adapters, and a head that was saved with them."""
     values_of, parameters = first_values(config, seed, trained), dict(module.named_parameters())
     with torch.no_grad():
-        for weight in places:
+        for weight in regions:
             if (values := values_of(weight.name)) is not None:
                 box = tuple(slice(first, first + count) for first, count in zip(*weight.box, strict=True))
                 weight.write(parameters[weight.parameter], values.view(shapes[weight.name])[box])

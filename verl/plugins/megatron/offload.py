@@ -18,7 +18,7 @@ class OffloadedMemory:
     def __init__(self) -> None:
         self._parts: dict[str, Callable[[], Iterable[Tensor]]] = {}
         self._offloaded: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
-        self._kept: dict[tuple[str, int, int], Tensor] = {}
+        self._host_buffers: dict[tuple[str, int, int], Tensor] = {}
         """Host memory by part, place in it and number of bytes: pinned memory takes longer to get than to fill."""
 
     def add(self, part: str, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -42,9 +42,9 @@ class OffloadedMemory:
 
     def _on_host(self, part: str, index: int, memory: Tensor) -> Tensor:
         key = part, index, memory.numel()
-        if key not in self._kept:
-            self._kept[key] = torch.empty_like(memory, device="cpu", pin_memory=memory.device.type == "cuda")
-        return self._kept[key].copy_(memory)
+        if key not in self._host_buffers:
+            self._host_buffers[key] = torch.empty_like(memory, device="cpu", pin_memory=memory.device.type == "cuda")
+        return self._host_buffers[key].copy_(memory)
 
     def restore(self, part: str) -> None:
         """Move a part back to the device. No-op if it was not offloaded."""

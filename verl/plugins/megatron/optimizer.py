@@ -23,7 +23,7 @@ from verl.checkpoint.shards import copied_to_cpu, for_optimizer
 from verl.config import FSDPOptimizerConfig
 from verl.plugins.megatron.library import parallel_state
 from verl.plugins.megatron.matrices import BoxExchange, MatrixParameter
-from verl.plugins.megatron.weights import Place
+from verl.plugins.megatron.weights import ShardRegion
 from verl.workers.engine.muon import MOMENTUM
 from verl.workers.engine.optimizer import build_optimizer
 
@@ -57,7 +57,7 @@ class _Stretch:
 
     @property
     def has_copy(self) -> bool:
-        """Whether the fp32 weights are others than the model's."""
+        """True if the fp32 weights are a copy of the model's."""
         return self.weights.dtype != torch.float32
 
 
@@ -79,9 +79,9 @@ class _Share:
     def stretches(self, matrices: set[str], at_once: int | None) -> Iterator[tuple[int, int, str | None]]:
         """Cut the share: a stretch, possibly empty, for each matrix, others of at most ``at_once`` elements between."""
         end = self.first + self.weights.numel()
-        of_matrices = sorted((*bounds, name) for name, bounds in self.bounds.items() if name in matrices)
+        matrix_bounds = sorted((*bounds, name) for name, bounds in self.bounds.items() if name in matrices)
         cursor = self.first
-        for start, stop, name in (*of_matrices, (end, end, None)):
+        for start, stop, name in (*matrix_bounds, (end, end, None)):
             start, stop = (min(max(place, self.first), end) for place in (start, stop))
             while cursor < start:
                 cut = start if at_once is None else min(start, cursor + at_once)
@@ -102,7 +102,7 @@ class _Share:
         weights = self.weights[here]
         return _Stretch(nn.Parameter(weights), weights, self.gradient[here], ranges, matrix)
 
-    def of_ranks(self, name: str) -> list[int]:
+    def rank_sizes(self, name: str) -> list[int]:
         """Elements of a parameter that each rank of the group has."""
         start, stop = self.bounds[name]
         size = self.weights.numel()
@@ -114,14 +114,14 @@ class _Share:
 
 @dataclass(frozen=True)
 class Matrices:
-    """What Muon has to know about the model."""
+    """Facts about the model that Muon needs."""
 
     names: frozenset[str]
     """Transformers names of the weights that it moves (:func:`~verl.workers.engine.muon.hidden_matrices`)."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of all weights, by that name."""
-    places: Sequence[Place]
-    """Of this rank's boxes."""
+    """Shapes of all weights, by that name."""
+    regions: Sequence[ShardRegion]
+    """Boxes of this rank."""
 
 
 class MegatronOptimizer:
@@ -161,8 +161,8 @@ class MegatronOptimizer:
         self._on_host: set[nn.Parameter] = set()
         self._host: dict[tuple[nn.Parameter, str], Tensor] = {}
         shares = list(self._divided() if is_distributed else self._single())
-        by_muon = {place.parameter for place in matrices.places if place.name in self.muon} & self.parameters.keys()
-        self._is_stored_apart = config.offload_fraction > 0 or any(kept != "fp32" for kept in self._moments.values())
+        by_muon = {region.parameter for region in matrices.regions if region.name in self.muon} & self.parameters.keys()
+        self._is_stored_apart = config.offload_fraction > 0 or any(dtype != "fp32" for dtype in self._moments.values())
         at_once = CHUNK if self._is_stored_apart else None
         self._shares = [
             (share, [share.part(*stretch) for stretch in share.stretches(by_muon, at_once)]) for share in shares
@@ -170,7 +170,7 @@ class MegatronOptimizer:
         self._parts = [part for _, parts in self._shares for part in parts]
         self._chunks = [self._parts] if at_once is None else list(self._in_chunks(at_once))
         self._make_main(config.offload_fraction)
-        exchange = BoxExchange(self._matrix_parameters(matrices.places), matrices.shapes) if self.muon else None
+        exchange = BoxExchange(self._matrix_parameters(matrices.regions), matrices.shapes) if self.muon else None
         matrix_parts = [part.main for part in self._parts if part.matrix is not None]
         self.torch = build_optimizer([part.main for part in self._parts], config, matrix_parts, exchange)
         """The optimizer of ``config``, over this rank's parts."""
@@ -201,8 +201,8 @@ class MegatronOptimizer:
         """Put parts together; matrices in chunks that are the same on all ranks that share them."""
         order = {name: index for index, name in enumerate(self.parameters)}
         matrices = sorted((part for part in self._parts if part.matrix), key=lambda part: order[part.matrix or ""])
-        others = [part for part in self._parts if not part.matrix]
-        for parts in (matrices, others):
+        without_muon = [part for part in self._parts if not part.matrix]
+        for parts in (matrices, without_muon):
             chunk: list[_Stretch] = []
             size = 0
             for part in parts:
@@ -227,7 +227,7 @@ class MegatronOptimizer:
                 self._on_host |= {part.main for part in chunk}
                 self._rest(chunk, {})  # at once, because the device may not have memory for all of them
 
-    def _matrix_parameters(self, places: Sequence[Place]) -> dict[nn.Parameter, MatrixParameter]:
+    def _matrix_parameters(self, regions: Sequence[ShardRegion]) -> dict[nn.Parameter, MatrixParameter]:
         parameters: dict[nn.Parameter, MatrixParameter] = {}
         for share, parts in self._shares:
             for part in parts:
@@ -237,8 +237,8 @@ class MegatronOptimizer:
                 parameters[part.main] = MatrixParameter(
                     name,
                     tuple(self.parameters[name].shape),
-                    [place for place in places if place.parameter == name],
-                    share.of_ranks(name) if is_cut else [part.weights.numel()],
+                    [region for region in regions if region.parameter == name],
+                    share.rank_sizes(name) if is_cut else [part.weights.numel()],
                     share.group if is_cut else None,
                     parallel_state.get_expert_tensor_parallel_group()
                     if ".experts." in name
@@ -258,8 +258,8 @@ class MegatronOptimizer:
         """Gradients of this rank by parameter, cut to its share."""
         # Of whole shares, because the norm's last bits would depend on where these are cut.
         for share, _ in self._shares:
-            whole = share.part(share.first, share.first + share.weights.numel(), None)
-            yield from ((name, whole.gradient[here.first : here.end]) for name, here in whole.ranges.items())
+            full = share.part(share.first, share.first + share.weights.numel(), None)
+            yield from ((name, full.gradient[here.first : here.end]) for name, here in full.ranges.items())
 
     def grad_norm(self) -> float:
         """Norm of all gradients, in fp32, the same on every rank. Collective."""
@@ -279,8 +279,8 @@ class MegatronOptimizer:
         ):
             expert_ranks = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
             totals.append((sparse, expert_ranks, self.expert_group))
-        for total, of_one_copy, copies in totals:
-            dist.all_reduce(total, group=of_one_copy)
+        for total, model_ranks, copies in totals:
+            dist.all_reduce(total, group=model_ranks)
             if self.is_distributed:
                 dist.all_reduce(total, group=copies)
         return float((dense + sparse).sqrt())
@@ -321,7 +321,7 @@ class MegatronOptimizer:
                     state[key] = self._in_host_memory(part.main, key, stored) if is_on_host else stored
 
     def _is_rounded(self, kind: str) -> bool:
-        """Whether a moment is stored in bfloat16."""
+        """Return whether a moment is stored in bfloat16."""
         return self._moments.get(kind) == "bf16"
 
     def _in_host_memory(self, main: nn.Parameter, key: str, value: Tensor) -> Tensor:
@@ -357,8 +357,8 @@ class MegatronOptimizer:
 
     def state_bytes(self) -> int:
         """Bytes of fp32 weights and moments of this rank: one moment of what Muon moves, two of others as in Adam."""
-        of_adam = sum(2 if stored == "bf16" else 4 for stored in self._moments.values())
-        return sum(part.weights.numel() * (4 + (4 if part.matrix else of_adam)) for part in self._parts)
+        adam_bytes = sum(2 if stored == "bf16" else 4 for stored in self._moments.values())
+        return sum(part.weights.numel() * (4 + (4 if part.matrix else adam_bytes)) for part in self._parts)
 
     # ---- state by parameter -----------------------------------------------------------------------
 
@@ -377,14 +377,16 @@ class MegatronOptimizer:
                 else:
                     other.setdefault(key, value)
         # A rank may have nothing but matrices, or none of them.
-        of_ranks: list[tuple[set[str], dict[str, object]]] = [(kinds, other)] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, (kinds, copied_to_cpu(other)))
-        merged = {key: value for _, entries in reversed(of_ranks) for key, value in entries.items()} | other
-        states = {kind: self._by_parameter(kind) for kind in ("main", *sorted(set().union(*(k for k, _ in of_ranks))))}
+        rank_states: list[tuple[set[str], dict[str, object]]] = [(kinds, other)] * dist.get_world_size()
+        dist.all_gather_object(rank_states, (kinds, copied_to_cpu(other)))
+        merged = {key: value for _, entries in reversed(rank_states) for key, value in entries.items()} | other
+        states = {
+            kind: self._by_parameter(kind) for kind in ("main", *sorted(set().union(*(k for k, _ in rank_states))))
+        }
         return states, merged
 
     def lacks(self, kind: str, name: str) -> bool:
-        """Whether the weight of a Transformers name has no tensor of a kind: Muon's momentum, or AdamW's moments."""
+        """Return whether a weight of Transformers has no tensor of a kind: Muon's momentum, or AdamW's moments."""
         return bool(self.muon) and kind != "main" and (name in self.muon) != (kind == MOMENTUM)
 
     def _by_parameter(self, kind: str) -> dict[str, Tensor]:
@@ -416,8 +418,10 @@ class MegatronOptimizer:
             for part in chunk:
                 if "main" in kinds:
                     self._fill(part, part.main.data, kinds["main"])
-                of_part = [k for k in kinds if k != "main" and (not self.muon or bool(part.matrix) == (k == MOMENTUM))]
-                moments = {kind: torch.zeros_like(part.main.data) for kind in of_part}
+                moment_kinds = [
+                    k for k in kinds if k != "main" and (not self.muon or bool(part.matrix) == (k == MOMENTUM))
+                ]
+                moments = {kind: torch.zeros_like(part.main.data) for kind in moment_kinds}
                 for kind, value in moments.items():
                     self._fill(part, value, kinds[kind])
                 if moments or other:

@@ -1,4 +1,4 @@
-"""What a model computes at the response tokens, from its hidden states."""
+"""Outputs of a model at the response tokens, computed from its hidden states."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def outputs_at(
     """
     if not outputs:
         return {}
-    chosen = hidden.flatten(0, 1).index_select(0, inputs.take)
-    columns = _at_own_tokens(model, model_type, chosen, inputs, outputs, temperature, top, divergence)
+    states = hidden.flatten(0, 1).index_select(0, inputs.take)
+    columns = _at_own_tokens(model, model_type, states, inputs, outputs, temperature, top, divergence)
     return columns if inputs.share is None else {name: inputs.share.collect(x) for name, x in columns.items()}
 
 
 def _at_own_tokens(
     model: BuiltModel,
     model_type: str,
-    chosen: Tensor,
+    states: Tensor,
     inputs: ModelInputs,
     outputs: frozenset[str],
     temperature: float,
@@ -62,23 +62,23 @@ def _at_own_tokens(
 ) -> dict[str, Tensor]:
     if model_type != "language_model":
         head = model.last.output_layer
-        scalars = torch.nn.functional.linear(chosen, head.weight, head.bias)
+        scalars = torch.nn.functional.linear(states, head.weight, head.bias)
         return dict.fromkeys(outputs, scalars.squeeze(-1).float())
     weight, vocab_size = model.head_weight(), model.text_config.vocab_size
     vocab_size = min(vocab_size, top.below or vocab_size)
     group = parallel_state.get_tensor_model_parallel_group()
     # Adds up the ranks' gradients.
-    shared = tensor_parallel.copy_to_tensor_model_parallel_region(chosen)
+    shared = tensor_parallel.copy_to_tensor_model_parallel_region(states)
 
-    def statistics(**wanted: Any) -> TokenStatistics:
+    def statistics(**settings: Any) -> TokenStatistics:
         if inputs.kept_ids is not None:
-            wanted |= {"candidates": inputs.kept_ids.clamp(min=0)}
-        full = vocab_parallel_log_probs(shared, weight, inputs.targets, group, vocab_size, temperature, **wanted)
+            settings |= {"candidates": inputs.kept_ids.clamp(min=0)}
+        full = vocab_parallel_log_probs(shared, weight, inputs.targets, group, vocab_size, temperature, **settings)
         return full if inputs.kept_ids is None else over_kept(full, inputs.kept_ids)
 
     def from_teachers() -> DivergenceStatistics:
         policy = OutputMatrix(weight=weight, bias=None, rule=LogitRule(), temperature=temperature)
-        of_teachers = inputs.teacher_hidden, inputs.teacher_index
-        return vocabulary_divergence(shared, policy, *of_teachers, divergence, group=group, vocab_size=vocab_size)
+        teachers = inputs.teacher_hidden, inputs.teacher_index
+        return vocabulary_divergence(shared, policy, *teachers, divergence, group=group, vocab_size=vocab_size)
 
-    return language_outputs(outputs, chosen, statistics, inputs.topk_ids, top, from_teachers)
+    return language_outputs(outputs, states, statistics, inputs.topk_ids, top, from_teachers)

@@ -44,7 +44,7 @@ class HeadWeights:
     count: int = 0
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of a weight of the model, the names under which the files have it for heads again."""
+    """Copies of the model's weights: the names under which the files have a weight again for heads, by its name."""
 
     @property
     def trained(self) -> set[str]:
@@ -52,7 +52,7 @@ class HeadWeights:
         return {name for name in self.shapes if not name.endswith(FP32_WEIGHTS)}
 
     @classmethod
-    def of(
+    def from_model(
         cls, hf: PretrainedConfig, model: HFModelConfig, shapes: Mapping[str, tuple[int, ...]], is_trained: bool
     ) -> HeadWeights:
         """Find the heads of a model; none unless they are trained.
@@ -217,7 +217,7 @@ class PredictionHeads(nn.Module):
 
 @dataclass(frozen=True)
 class TokensAhead:
-    """What one head k reads and predicts in a pass, on this rank."""
+    """Tokens that one head k reads and predicts in a pass, on this rank."""
 
     ids: Tensor
     """(bsz, length), at each token the one that follows k places later; any token at the last k of a sequence."""
@@ -310,8 +310,8 @@ class PredictionLoss:
         if not self.heads:
             return
         columns = batch.batch
-        chosen = columns["response_mask"].bool()
-        before = columns["attention_mask"].cumsum(-1)[:, -chosen.shape[1] :][chosen] - 1  # tokens before each
+        is_response = columns["response_mask"].bool()
+        before = columns["attention_mask"].cumsum(-1)[:, -is_response.shape[1] :][is_response] - 1  # tokens before each
         counts = torch.stack([(before > k).sum() for k in range(1, self.heads + 1)])
         counts = to_device(counts, self.device)
         dist.all_reduce(counts, group=group)
@@ -327,10 +327,10 @@ class PredictionLoss:
         weight = self.head_weight()
         weight = weight.detach() if self.is_detached else weight
         losses = []
-        for hidden, one in zip(self.last.ahead, ahead, strict=True):
-            chosen = hidden.flatten(0, 1).index_select(0, one.take)
-            shared = tensor_parallel.copy_to_tensor_model_parallel_region(chosen)  # adds up the ranks' gradients
-            log_probs = vocab_parallel_log_probs(shared, weight, one.targets, group, self.vocab_size).log_probs
+        for hidden, tokens in zip(self.last.ahead, ahead, strict=True):
+            states = hidden.flatten(0, 1).index_select(0, tokens.take)
+            shared = tensor_parallel.copy_to_tensor_model_parallel_region(states)  # adds up the ranks' gradients
+            log_probs = vocab_parallel_log_probs(shared, weight, tokens.targets, group, self.vocab_size).log_probs
             losses.append(-log_probs.sum())
         sums = torch.stack(losses)
         if is_counted:
@@ -348,5 +348,5 @@ class PredictionLoss:
         dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())  # others have 0
         means = (sums.cpu().double() / self._tokens.clamp(min=1)).tolist()
-        of_heads = {f"mtp/loss_{k}": mean for k, mean in enumerate(means, 1)} if self.heads > 1 else {}
-        return {"mtp/loss": sum(means) / self.heads} | of_heads
+        head_losses = {f"mtp/loss_{k}": mean for k, mean in enumerate(means, 1)} if self.heads > 1 else {}
+        return {"mtp/loss": sum(means) / self.heads} | head_losses

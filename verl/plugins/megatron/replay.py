@@ -46,7 +46,7 @@ class RouterReplay:
             router.repeated.clear()
 
     @contextmanager
-    def of_pass(self, inputs: ModelInputs, is_trained: bool) -> Iterator[None]:
+    def replayed(self, inputs: ModelInputs, is_trained: bool) -> Iterator[None]:
         """Make routers choose ``inputs.routed_experts`` in the forward pass inside, None leaves the choice to them.
 
         With ``is_trained`` they repeat it in the backward pass too, if activations are computed again there. Backward
@@ -57,7 +57,7 @@ class RouterReplay:
         """
         routed = inputs.routed_experts
         if routed is not None:
-            routed = self._of_this_rank(routed.view(*inputs.input_ids.shape, *routed.shape[1:]))
+            routed = self._rank_tokens(routed.view(*inputs.input_ids.shape, *routed.shape[1:]))
         for router in self._routers:
             layers = sum(router.experts.sparse)
             if routed is not None and routed.shape[1] != layers:
@@ -77,7 +77,7 @@ class RouterReplay:
         """Return the place of a router among those of the whole model."""
         return sum(router.experts.sparse[: router.layer_number - 1])
 
-    def _of_this_rank(self, rows: Tensor) -> Tensor:
+    def _rank_tokens(self, rows: Tensor) -> Tensor:
         """Return the tokens of (bsz, length, ...) that this rank's routers see, in their order: (tokens, ...)."""
         if self._divides_tokens:
             ranks = parallel_state.get_tensor_model_parallel_world_size()
@@ -110,13 +110,13 @@ class RouterReplay:
         """Keep what routers chose in the pass that has just run. Collective of the ranks that share its sequences."""
         if self._recorded is None:
             return
-        ran = [(self._index(router), router.repeated.taken()) for router in self._routers]
-        chosen = {index: choice for index, choice in ran if choice is not None}
-        if not chosen:
+        ran = [(self._index(router), router.repeated.last_choice()) for router in self._routers]
+        choices = {index: choice for index, choice in ran if choice is not None}
+        if not choices:
             return
         assert inputs.attention_mask is not None
         bsz, length = inputs.input_ids.shape
-        choice = torch.stack([chosen[index] for index in sorted(chosen)], dim=1).to(self._recorded.dtype)
+        choice = torch.stack([choices[index] for index in sorted(choices)], dim=1).to(self._recorded.dtype)
         rows = choice.view(-1, bsz, *choice.shape[1:])  # (length / ranks, bsz, routers, per token)
         if self._divides_tokens:
             group = parallel_state.get_tensor_model_parallel_group()
@@ -124,14 +124,14 @@ class RouterReplay:
             dist.all_gather(parts, rows.contiguous(), group=group)
             rows = torch.cat(parts)
         assert len(rows) == length
-        experts = inputs.of_all_tokens(rows.transpose(0, 1)[inputs.attention_mask]).cpu()
+        experts = inputs.joined_expert_ids(rows.transpose(0, 1)[inputs.attention_mask]).cpu()
         if part.is_filler:
             return
         mask = part.data.batch["attention_mask"].bool().cpu()
-        of_part = self._recorded[part.rows]
-        for place, index in enumerate(sorted(chosen)):
-            of_part[:, :, index][mask] = experts[:, place]
-        self._recorded[part.rows] = of_part
+        part_routing = self._recorded[part.rows]
+        for place, index in enumerate(sorted(choices)):
+            part_routing[:, :, index][mask] = experts[:, place]
+        self._recorded[part.rows] = part_routing
 
     def recorded(self, device: torch.device) -> Tensor:
         """Return the choices of all layers, (bsz, length, routers, experts per token), on the CPU. Collective."""

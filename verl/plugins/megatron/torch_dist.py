@@ -101,7 +101,7 @@ class _CoreBox:
 
     name: str
     shape: tuple[int, ...] = ()
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     start: tuple[int, ...] = ()
     size: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
@@ -119,7 +119,7 @@ class _CoreBox:
 
 
 class _CoreBoxes:
-    """What megatron-core stores of a model.
+    """Boxes of the tensors that megatron-core stores of a model.
 
     Args:
         shapes: of all weights, by their Transformers name.
@@ -139,10 +139,10 @@ class _CoreBoxes:
     def __iter__(self) -> Iterator[_CoreBox]:
         for name, shape in self.shapes.items():
             if match := LAYER.fullmatch(name):
-                yield from self._of_layer(name, int(match[1]), match[2])
+                yield from self._layer_boxes(name, int(match[1]), match[2])
             elif name in OUTSIDE:
-                read = partial(self.files.read, name, shape, _whole(shape))
-                yield _CoreBox(OUTSIDE[name], shape, *_whole(shape), self._dtype(name), read)
+                read = partial(self.files.read, name, shape, _full_box(shape))
+                yield _CoreBox(OUTSIDE[name], shape, *_full_box(shape), self._dtype(name), read)
             else:
                 raise self._unknown(name)
         for layer in range(self.config.num_hidden_layers):
@@ -155,7 +155,7 @@ class _CoreBoxes:
             "Mistral, Qwen3-MoE, Mixtral, DeepSeek-V3 and GLM-4.5 without images."
         )
 
-    def _of_layer(self, name: str, layer: int, inside: str) -> Iterator[_CoreBox]:
+    def _layer_boxes(self, name: str, layer: int, inside: str) -> Iterator[_CoreBox]:
         shape = self.shapes[name]
         if experts := EXPERTS.fullmatch(inside):
             yield from self._experts(name, layer, is_gated=experts[1] == "gate_up_proj")
@@ -165,16 +165,16 @@ class _CoreBoxes:
             if not is_up:
                 yield self._empty_state(module, layer)
         elif inside == "self_attn.q_proj.weight" and self._is_latent:
-            yield from self._one(name, layer, (LATENT_QUERIES,))
+            yield from self._same_tensor(name, layer, (LATENT_QUERIES,))
         elif part := QUERIES_KEYS_VALUES.fullmatch(inside):
             if part[1] == "q":
                 yield from self._qkv(name, layer, part[2])
         elif inside in IN_LAYER:
-            yield from self._one(name, layer, IN_LAYER[inside])
+            yield from self._same_tensor(name, layer, IN_LAYER[inside])
         else:
             raise self._unknown(name)
 
-    def _one(self, name: str, layer: int, endings: tuple[str, ...]) -> Iterator[_CoreBox]:
+    def _same_tensor(self, name: str, layer: int, endings: tuple[str, ...]) -> Iterator[_CoreBox]:
         """A weight that is a tensor in megatron-core too, under each of ``endings``."""
         for ending in endings:
             if self._is_latent and ending.startswith("self_attention.linear_qkv."):
@@ -190,7 +190,7 @@ class _CoreBoxes:
         groups = self.config.num_key_value_heads
 
         def values() -> Tensor:
-            weights = (self.files.read(n, self.shapes[n], _whole(self.shapes[n])) for n in names)
+            weights = (self.files.read(n, self.shapes[n], _full_box(self.shapes[n])) for n in names)
             return torch.cat([weight.unflatten(0, (groups, -1)) for weight in weights], dim=1)
 
         shape = (sum(self.shapes[n][0] for n in names), *self.shapes[name][1:])
@@ -220,7 +220,7 @@ class _CoreBoxes:
         values: Callable[[], Tensor] | None = None,
     ) -> _CoreBox:
         """A box of a tensor of ``shape``, by default the whole weight ``name``, at ``start``."""
-        read = values or partial(self.files.read, name, self.shapes[name], _whole(self.shapes[name]))
+        read = values or partial(self.files.read, name, self.shapes[name], _full_box(self.shapes[name]))
         size = size or (shape if values else self.shapes[name])
         stem, first, count = self._layer(layer)
         ones = (1,) * len(first)
@@ -246,7 +246,7 @@ class _CoreBoxes:
         return self.files.read(name, shape, ((0,) * len(shape), (1,) * len(shape))).dtype
 
 
-def _whole(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _full_box(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (0,) * len(shape), shape
 
 

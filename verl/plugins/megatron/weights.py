@@ -1,4 +1,4 @@
-"""Where each Transformers weight lies in the parameters of megatron-core, as boxes that each rank holds.
+"""Map of each Transformers weight into the parameters of megatron-core, as boxes that each rank holds.
 
 A weight ``W`` of Transformers is on several ranks a box of it each: some rows (column-parallel layers, the vocabulary),
 some columns (row-parallel layers), or all of it (norms). Queries, keys and values share one parameter, as do the gate
@@ -25,13 +25,13 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardRegion:
     """A box of a Transformers weight inside a parameter of this rank."""
 
     name: str
-    """Of the weight in Transformers."""
+    """Name of the weight in Transformers."""
     parameter: str
-    """Of the parameter in megatron-core."""
+    """Name of the parameter in megatron-core."""
     start: tuple[int, ...]
     """Index of the box's first element in each dimension of the weight."""
     size: tuple[int, ...]
@@ -39,7 +39,7 @@ class Place:
     view: Callable[[Tensor], Tensor]
     """The box as a view of the parameter, or of another tensor of its shape; the view may have more dimensions."""
     is_divided: bool
-    """Whether tensor-parallel ranks have different boxes; otherwise each has the whole weight."""
+    """True if tensor-parallel ranks have different boxes; otherwise each has the full weight."""
 
     @property
     def box(self) -> Box:
@@ -82,9 +82,9 @@ _INSIDE = {
 _INSIDE |= {
     f"mlp.shared_expert.{name}": _INSIDE[f"mlp.shared_experts.{name}"] for name in ("gate_proj", "up_proj", "down_proj")
 }
-_OF_DELTA_NETS = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_DELTA_NET_PROJECTIONS = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _INSIDE |= {"linear_attn": "self_attention"} | {
-    f"linear_attn.{name}": f"self_attention.{name}" for name in (*_OF_DELTA_NETS, "conv1d", "norm", "out_proj")
+    f"linear_attn.{name}": f"self_attention.{name}" for name in (*_DELTA_NET_PROJECTIONS, "conv1d", "norm", "out_proj")
 }
 _SHARED_GATE = "mlp.shared_expert_gate"
 _LATENT = {
@@ -113,7 +113,7 @@ FP32_WEIGHTS = ("e_score_correction_bias",)
 
 @dataclass(frozen=True)
 class ExpertDivision:
-    """Which experts this rank has, and which part of each."""
+    """The experts that this rank has, and its part of each."""
 
     ranks: int
     """Ranks that share the experts of a layer."""
@@ -122,7 +122,7 @@ class ExpertDivision:
     """Ranks that share each expert."""
     tensor_rank: int
 
-    def places(self, name: str, parameters: str, shape: tuple[int, ...]) -> Iterator[Place]:
+    def regions(self, name: str, parameters: str, shape: tuple[int, ...]) -> Iterator[ShardRegion]:
         """Iterate over this rank's boxes of ``name``.
 
         Args:
@@ -137,35 +137,35 @@ class ExpertDivision:
             if name.endswith("down_proj"):
                 width = shape[2] // self.tensor_ranks
                 start, size = (expert, 0, self.tensor_rank * width), (1, shape[1], width)
-                yield Place(name, f"{parameter}.linear_fc2.weight", start, size, _whole, is_divided=True)
+                yield ShardRegion(name, f"{parameter}.linear_fc2.weight", start, size, _identity, is_divided=True)
                 continue
             width = shape[1] // 2 // self.tensor_ranks
             for half, view in enumerate((_first_half, _second_half)):
                 start = (expert, half * shape[1] // 2 + self.tensor_rank * width, 0)
                 size = (1, width, shape[2])
-                yield Place(name, f"{parameter}.linear_fc1.weight", start, size, view, is_divided=True)
+                yield ShardRegion(name, f"{parameter}.linear_fc1.weight", start, size, view, is_divided=True)
 
 
 @dataclass(frozen=True)
 class Division:
-    """How this rank's tensor-parallel group divides matrices."""
+    """Division of matrices by this rank's tensor-parallel group."""
 
     ranks: int
     rank: int
     query_heads: int
-    """Of the whole model."""
+    """Number of the full model's query heads."""
     kv_heads: int
     head_dim: int
     experts: ExpertDivision
     has_latents: bool
-    """Whether attention is multi-head latent attention."""
+    """True if attention is multi-head latent attention."""
     has_gates: bool
-    """Whether each query head has a gate for its output, whose rows of the projection follow those of the query."""
+    """True if each query head has a gate for its output, whose rows of the projection follow those of the query."""
     mixed: tuple[int, int, int]
     """Rows of all heads' queries, keys and values in the convolutions of gated delta nets."""
 
     @classmethod
-    def of(cls, config: PretrainedConfig, group: dist.ProcessGroup, experts: ExpertDivision) -> Division:
+    def from_config(cls, config: PretrainedConfig, group: dist.ProcessGroup, experts: ExpertDivision) -> Division:
         """Read the heads from the Transformers config of a text model."""
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -177,55 +177,57 @@ class Division:
             mixed = keys, keys, config.linear_num_value_heads * config.linear_value_head_dim
         return cls(ranks, rank, heads, config.num_key_value_heads, head_dim, experts, has_latents, is_hybrid, mixed)
 
-    def places(self, name: str, parameter: str, shape: tuple[int, ...]) -> Iterator[Place]:
+    def regions(self, name: str, parameter: str, shape: tuple[int, ...]) -> Iterator[ShardRegion]:
         """Iterate over this rank's boxes of the weight ``name``."""
         if name.rsplit(".", 2)[-2] in ("conv1d", "in_proj_qkv"):
             # The rank's queries, keys and values follow each other in the parameter too.
             first = end = 0
-            for whole in self.mixed:
-                rows = whole // self.ranks
+            for section_rows in self.mixed:
+                rows = section_rows // self.ranks
                 start, end = end, end + rows
                 box = (first + self.rank * rows, *(0 for _ in shape[1:])), (rows, *shape[1:])
-                yield Place(name, parameter, *box, lambda tensor, a=start, b=end: tensor[a:b], is_divided=True)
-                first += whole
+                yield ShardRegion(name, parameter, *box, lambda tensor, a=start, b=end: tensor[a:b], is_divided=True)
+                first += section_rows
         else:
-            yield self._place(name, parameter, shape)
+            yield self._region(name, parameter, shape)
 
-    def _place(self, name: str, parameter: str, shape: tuple[int, ...]) -> Place:
+    def _region(self, name: str, parameter: str, shape: tuple[int, ...]) -> ShardRegion:
         if name.startswith(_TOWER):
-            return Place(name, parameter, (0,) * len(shape), shape, _whole, is_divided=False)
+            return ShardRegion(name, parameter, (0,) * len(shape), shape, _identity, is_divided=False)
         stem = name.rsplit(".", 2)[-2]
         if stem in ("q_b_proj", "kv_b_proj") or (self.has_latents and stem == "q_proj"):
-            return self._rows(name, parameter, shape, _whole)
-        if stem in _OF_DELTA_NETS or name.endswith((".A_log", ".dt_bias")):
-            return self._rows(name, parameter, shape, _whole)
+            return self._rows(name, parameter, shape, _identity)
+        if stem in _DELTA_NET_PROJECTIONS or name.endswith((".A_log", ".dt_bias")):
+            return self._rows(name, parameter, shape, _identity)
         if stem in ("q_proj", "k_proj", "v_proj"):
             return self._qkv(name, parameter, shape, "qkv".index(stem[0]))
         if stem in ("gate_proj", "up_proj"):
             return self._rows(name, parameter, shape, _first_half if stem == "gate_proj" else _second_half)
         if stem == "eh_proj":
-            return self._rows(name, parameter, shape, _whole)
+            return self._rows(name, parameter, shape, _identity)
         if stem in ("embed_tokens", "lm_head"):
             return self._vocabulary(name, parameter, shape)
         if stem in ("o_proj", "out_proj", "down_proj"):
             width = shape[1] // self.ranks
             start, size = (0, self.rank * width), (shape[0], width)
-            return Place(name, parameter, start, size, _whole, is_divided=True)
-        return Place(name, parameter, (0,) * len(shape), shape, _whole, is_divided=False)
+            return ShardRegion(name, parameter, start, size, _identity, is_divided=True)
+        return ShardRegion(name, parameter, (0,) * len(shape), shape, _identity, is_divided=False)
 
-    def _rows(self, name: str, parameter: str, shape: tuple[int, ...], view: Callable[[Tensor], Tensor]) -> Place:
+    def _rows(self, name: str, parameter: str, shape: tuple[int, ...], view: Callable[[Tensor], Tensor]) -> ShardRegion:
         count = shape[0] // self.ranks
         start = (self.rank * count, *(0 for _ in shape[1:]))
-        return Place(name, parameter, start, (count, *shape[1:]), view, is_divided=True)
+        return ShardRegion(name, parameter, start, (count, *shape[1:]), view, is_divided=True)
 
-    def _vocabulary(self, name: str, parameter: str, shape: tuple[int, ...]) -> Place:
+    def _vocabulary(self, name: str, parameter: str, shape: tuple[int, ...]) -> ShardRegion:
         """Rows of a vocabulary that is padded at its end to a multiple of the ranks."""
         each = -(-shape[0] // self.ranks)
         first = min(self.rank * each, shape[0])
         count = min(each, shape[0] - first)
-        return Place(name, parameter, (first, 0), (count, shape[1]), lambda tensor: tensor[:count], is_divided=True)
+        return ShardRegion(
+            name, parameter, (first, 0), (count, shape[1]), lambda tensor: tensor[:count], is_divided=True
+        )
 
-    def _qkv(self, name: str, parameter: str, shape: tuple[int, ...], which: int) -> Place:
+    def _qkv(self, name: str, parameter: str, shape: tuple[int, ...], which: int) -> ShardRegion:
         """Rows of queries, keys or values: for each key head its queries, itself, and its value lie together."""
         groups, per_group = self.kv_heads // self.ranks, self.query_heads // self.kv_heads
         queries = per_group * (2 if self.has_gates else 1)
@@ -239,7 +241,7 @@ class Division:
         return self._rows(name, parameter, shape, view)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -251,9 +253,9 @@ def _second_half(tensor: Tensor) -> Tensor:
     return tensor.chunk(2)[1]
 
 
-def places_of(
+def regions_of(
     shapes: Mapping[str, tuple[int, ...]], pieces: nn.ModuleList, division: Division, is_tied: bool
-) -> list[Place]:
+) -> list[ShardRegion]:
     """Find the Transformers weights in ``pieces``, this rank's part of the model.
 
     Args:
@@ -264,7 +266,7 @@ def places_of(
             heads of multi-token prediction.
 
     Raises:
-        ConfigError: a weight has no place, or a parameter of ``pieces`` is no weight of the model.
+        ConfigError: a weight has no region, or a parameter of ``pieces`` is no weight of the model.
     """
     local = {name for name, _ in pieces.named_parameters()}
     layers = {
@@ -283,16 +285,16 @@ def places_of(
     for model in ("model", "model.language_model"):
         outside[f"{model}.embed_tokens"] = "0.embedding.word_embeddings"
         outside[f"{model}.norm"] = f"{len(pieces) - 1}.decoder.final_layernorm"
-    weights: list[Place] = []
+    weights: list[ShardRegion] = []
     for name, shape in shapes.items():
         if match := _EXPERTS.fullmatch(name):
             if (layer := layers.get(int(match[1]))) is not None:
-                weights += division.experts.places(name, f"{layer}.mlp.experts.local_experts", shape)
+                weights += division.experts.regions(name, f"{layer}.mlp.experts.local_experts", shape)
             continue
         targets = [_parameter_of(name, layers, outside, _INSIDE | _LATENT if division.has_latents else _INSIDE)]
         if name.endswith(".embed_tokens.weight"):
             targets += [*([f"{last}.weight"] if is_tied else []), f"{heads}.embedding.word_embeddings.weight"]
-        weights += [place for target in targets if target in local for place in division.places(name, target, shape)]
+        weights += [region for target in targets if target in local for region in division.regions(name, target, shape)]
     if unfilled := sorted(local - {weight.parameter for weight in weights}):
         raise ConfigError(f"the model has no weight for megatron-core's {', '.join(unfilled[:3])}.")
     return weights
@@ -334,47 +336,47 @@ class WeightGatherer:
 
     Args:
         shapes: of all weights, by their Transformers name, in the order in which they are gathered.
-        places: the boxes of this rank.
+        regions: the boxes of this rank.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], places: list[Place]) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], regions: list[ShardRegion]) -> None:
         self.shapes = shapes
         ranks: list[list[tuple[str, Box]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(ranks, [(weight.name, weight.box) for weight in places])
+        dist.all_gather_object(ranks, [(weight.name, weight.box) for weight in regions])
         self._boxes: dict[str, dict[Box, int]] = {name: {} for name in shapes}
         for rank, boxes in enumerate(ranks):
             for name, box in boxes:
                 self._boxes[name].setdefault(box, rank)  # of equal boxes that of the lowest rank counts
-        self._mine = {(weight.name, weight.box): weight for weight in reversed(places)}
+        self._mine = {(weight.name, weight.box): weight for weight in reversed(regions)}
 
-    def owned(self) -> list[Place]:
+    def owned(self) -> list[ShardRegion]:
         """The boxes that this rank holds in the name of all that have the same: together all ranks' once."""
         me = dist.get_rank()
         return [weight for (name, box), weight in self._mine.items() if self._boxes[name][box] == me]
 
     def gather(
         self,
-        boxes: Callable[[Place], Tensor],
+        boxes: Callable[[ShardRegion], Tensor],
         dtype: torch.dtype,
         device: torch.device,
         without: Set[str] = frozenset(),
     ) -> Iterator[tuple[str, Tensor]]:
         """Iterate over whole tensors by name. Collective: every rank iterates to the end.
 
-        ``boxes`` returns the box of a place that this rank owns. Weights in ``without`` are skipped.
+        ``boxes`` returns the box of a region that this rank owns. Weights in ``without`` are skipped.
         """
         me = dist.get_rank()
         for name, shape in self.shapes.items():
             if name in without:
                 continue
             is_wide = name.rpartition(".")[2] in FP32_WEIGHTS
-            whole = torch.empty(shape, dtype=torch.float32 if is_wide else dtype, device=device)
+            full = torch.empty(shape, dtype=torch.float32 if is_wide else dtype, device=device)
             for (start, size), rank in self._boxes[name].items():
-                part = whole[tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))]
+                part = full[tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))]
                 if rank == me:
                     part.copy_(boxes(self._mine[name, (start, size)]))
                 if dist.get_world_size() > 1 and part.numel():
                     packet = part.contiguous()
                     dist.broadcast(packet, src=rank)
                     part.copy_(packet)
-            yield name, whole
+            yield name, full

@@ -1,4 +1,4 @@
-"""What is read of VeOmni: the class of a model's backbone, bound to VeOmni's kernels."""
+"""The only part of VeOmni that is used: the class of a model's backbone, bound to VeOmni's kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from veomni.models import build_foundation_model
 
 from verl.errors import ConfigError
 
-_OF_LIGER = ("rms_norm_implementation", "swiglu_mlp_implementation", "rotary_pos_emb_implementation")
+_LIGER_SETTINGS = ("rms_norm_implementation", "swiglu_mlp_implementation", "rotary_pos_emb_implementation")
 
 
 def backbone_class(
@@ -33,7 +33,7 @@ def backbone_class(
     kernels = {field.name: "eager" for field in dataclasses.fields(OpsImplementationConfig)}
     kernels |= {"moe_implementation": moe_implementation, "qat_implementation": "none"}
     if uses_liger:
-        kernels |= dict.fromkeys(_OF_LIGER, "liger_kernel")
+        kernels |= dict.fromkeys(_LIGER_SETTINGS, "liger_kernel")
     try:
         model = build_foundation_model(
             copy.deepcopy(hf_config),
