@@ -1,4 +1,4 @@
-"""Which layers of Transformers models faster ones can replace, and how their ``forward`` is exchanged.
+"""Replacement of layers of Transformers models by faster ones, and the exchange of their ``forward``.
 
 Modules, parameters, names and hooks stay. Layers are recognised by class names, parts and what they compute for a few
 numbers, so callers compare the whole model with its own forward pass.
@@ -71,4 +71,6 @@ def activation_of(function: nn.Module) -> str | None:
     """Return the name of an activation, ``silu`` or ``gelu`` (by tanh), by comparing values; None for another."""
     x = torch.linspace(-4, 4, 65)
     output = function(x)
-    return next((name for name, known in _ACTIVATIONS.items() if torch.allclose(known(x), output, atol=1e-6)), None)
+    return next(
+        (name for name, candidate in _ACTIVATIONS.items() if torch.allclose(candidate(x), output, atol=1e-6)), None
+    )

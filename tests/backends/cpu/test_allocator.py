@@ -18,7 +18,7 @@ def resident():
         return int(file.read().split()[1]) * mmap.PAGESIZE
 
 def freed(how, mib):
-    said = None if how == "default" else keep(of_any_size=how == "keep all")
+    said = None if how == "default" else keep(all_sizes=how == "keep all")
     before = resident()
     blocks = [b"x" * (mib << 20) for _ in range(192 // mib)]
     held = resident() - before

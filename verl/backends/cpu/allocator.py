@@ -26,7 +26,7 @@ LARGEST_HUGE_BLOCK = 256 << 20
 ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
-def keep_freed_memory(of_any_size: bool = False) -> bool:
+def keep_freed_memory(all_sizes: bool = False) -> bool:
     """Make glibc keep large freed blocks for the next allocation, for the whole process and until it ends.
 
     By default glibc returns large blocks to the kernel. The next batch then lies in new pages, which the kernel maps
@@ -34,7 +34,7 @@ def keep_freed_memory(of_any_size: bool = False) -> bool:
     processes that compute on a CPU or pass batches on (the driver).
 
     Args:
-        of_any_size: keep blocks above 32 MiB too. Then none is returned to the kernel alone, only the free end of the
+        all_sizes: keep blocks above 32 MiB too. Then none is returned to the kernel alone, only the free end of the
             heap; so this is for processes that hold batches and no model.
 
     Returns:
@@ -46,7 +46,7 @@ def keep_freed_memory(of_any_size: bool = False) -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     is_set = bool(mallopt(M_TRIM_THRESHOLD, KEEP_BYTES) and mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BLOCK))
-    return is_set and (not of_any_size or bool(mallopt(M_MMAP_MAX, 0)))
+    return is_set and (not all_sizes or bool(mallopt(M_MMAP_MAX, 0)))
 
 
 class ReclaimableBuffers:
@@ -59,20 +59,20 @@ class ReclaimableBuffers:
 
     def __init__(self) -> None:
         self._blocks: list[mmap.mmap] = []
-        self._taken = 0
+        self._used = 0
 
     def take(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the next buffer as a tensor of ``size``; it holds zeros or what an earlier use left."""
         nbytes = max(1, math.prod(size) * dtype.itemsize)
-        if self._taken == len(self._blocks) or len(self._blocks[self._taken]) < nbytes:
-            self._blocks[self._taken :] = [_anonymous(nbytes)]
-        block = self._blocks[self._taken]
-        self._taken += 1
+        if self._used == len(self._blocks) or len(self._blocks[self._used]) < nbytes:
+            self._blocks[self._used :] = [_anonymous(nbytes)]
+        block = self._blocks[self._used]
+        self._used += 1
         return torch.frombuffer(block, dtype=torch.uint8, count=nbytes).view(dtype)[: math.prod(size)].view(size)
 
     def release(self) -> None:
         """Make all buffers reclaimable; tensors taken from them must not be used any more."""
-        self._taken = 0
+        self._used = 0
         if not hasattr(mmap, "MADV_FREE"):
             self.free()
             return
@@ -81,7 +81,7 @@ class ReclaimableBuffers:
 
     def free(self) -> None:
         """Drop all buffers; each is freed with the last tensor taken from it."""
-        self._taken = 0
+        self._used = 0
         self._blocks.clear()
 
 

@@ -34,7 +34,7 @@ class Exchange:
         self._turn = 0
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Exchange | None:
+    def from_group(cls, group: dist.ProcessGroup) -> Exchange | None:
         """Allocate the memory for ``group``; None if its ranks cannot share any. Collective."""
         memory = shared_memory(2 * dist.get_world_size(group) * _SLOT_BYTES, group)
         return None if memory is None else cls(memory, group)
@@ -95,9 +95,9 @@ class SharedAllGather:
 
     def __init__(self, exchange: Exchange, frozen: FrozenWeights) -> None:
         self._exchange, self._frozen = exchange, frozen
-        self._kept: Tensor | None = None
-        """(ranks, n) rows of all ranks, published in period ``_kept_in``."""
-        self._kept_in: int | None = None
+        self._published: Tensor | None = None
+        """(ranks, n) rows of all ranks, published in period ``_published_in``."""
+        self._published_in: int | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the output of an all-gather."""
@@ -112,28 +112,28 @@ class SharedAllGather:
         local_part = output[exchange.rank]
         if local_part.data_ptr() != input_tensor.data_ptr():
             local_part.copy_(input_tensor)
-        others = [rank for rank in range(exchange.ranks) if rank != exchange.rank]
+        other_ranks = [rank for rank in range(exchange.ranks) if rank != exchange.rank]
         period = self._frozen.period
-        if period is not None and (kept := self._memory_for(output)) is not None:
-            if self._kept_in != period:
-                kept[exchange.rank].copy_(local_part)
+        if period is not None and (published := self._memory_for(output)) is not None:
+            if self._published_in != period:
+                published[exchange.rank].copy_(local_part)
                 dist.barrier(group=exchange.group)
-                self._kept_in = period
-            for rank in others:
-                output[rank].copy_(kept[rank])
+                self._published_in = period
+            for rank in other_ranks:
+                output[rank].copy_(published[rank])
             return
         for target in output.split(exchange.capacity(output.dtype), dim=1):
             parts = exchange.publish([target[exchange.rank]])
-            for rank in others:
+            for rank in other_ranks:
                 target[rank].copy_(parts[rank][0])
 
     def _memory_for(self, output: Tensor) -> Tensor | None:
         """Return the shared copy of this unit. Collective at its first call, which allocates it."""
         # Allocated once: a unit has the same size and format every time.
-        if self._kept is None and output.nbytes:
+        if self._published is None and output.nbytes:
             memory = shared_memory(output.nbytes, self._exchange.group)
-            self._kept = None if memory is None else memory.view(output.dtype).view(output.shape)
-        return self._kept
+            self._published = None if memory is None else memory.view(output.dtype).view(output.shape)
+        return self._published
 
 
 class SharedReduceScatter:
@@ -162,13 +162,13 @@ class SharedReduceScatter:
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(f"gradients are summed or averaged over ranks, not reduced by {op}.")
         exchange = self._exchange
-        others = [rank for rank in range(exchange.ranks) if rank != exchange.rank]
-        room = exchange.capacity(input_tensor.dtype) // len(others)
+        other_ranks = [rank for rank in range(exchange.ranks) if rank != exchange.rank]
+        room = exchange.capacity(input_tensor.dtype) // len(other_ranks)
         parts = input_tensor.view(exchange.ranks, -1).split(room, dim=1)
         for part, output in zip(parts, output_tensor.split(room), strict=True):
-            published = exchange.publish([part[rank] for rank in others])
+            published = exchange.publish([part[rank] for rank in other_ranks])
             # A rank publishes no part for itself, so the parts after its own have moved up by one.
-            parts_of_others = [published[rank][exchange.rank - (exchange.rank > rank)] for rank in others]
+            parts_of_others = [published[rank][exchange.rank - (exchange.rank > rank)] for rank in other_ranks]
             parts_of_others.insert(exchange.rank, part[exchange.rank])
             torch.add(parts_of_others[0], parts_of_others[1], out=output)
             for more in parts_of_others[2:]:
@@ -184,7 +184,7 @@ def use_shared_memory(units: Iterable[FSDPModule], group: dist.ProcessGroup, kee
         the context with which to mark periods of unchanging weights; None if the ranks cannot share memory, so that
         gloo stays in use.
     """
-    exchange = Exchange.of(group)
+    exchange = Exchange.from_group(group)
     if exchange is None:
         logger.info("no shared memory between ranks: weights and gradients are sent with gloo, which is slower")
         return None

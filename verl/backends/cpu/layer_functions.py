@@ -49,8 +49,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, other: Tensor 
     if len(rows) < _FEW_ROWS or weight.numel() >= _LARGE_WEIGHT or not weight.is_contiguous():
         y = functional.linear(x, weight, bias)
         return y if other is None else other + y
-    others = None if other is None else other.reshape(-1, len(weight)).contiguous()
-    return _Linear.apply(rows, weight, bias, others).view(*x.shape[:-1], len(weight))  # pyright: ignore[reportOptionalMemberAccess]
+    addend = None if other is None else other.reshape(-1, len(weight)).contiguous()
+    return _Linear.apply(rows, weight, bias, addend).view(*x.shape[:-1], len(weight))  # pyright: ignore[reportOptionalMemberAccess]
 
 
 class _Linear(torch.autograd.Function):
@@ -145,26 +145,26 @@ def feed_forward(x: Tensor, part: FeedForward) -> Tensor:
 NormRule = tuple[float, float]
 """ε and offset."""
 FeedForwardRules = tuple[NormRule | None, str, bool]
-"""Of the norm, the activation, and whether x is added."""
+"""Rule of the norm, name of the activation, and whether x is added."""
 
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext[FeedForwardRules], x: Tensor, *arguments: Any) -> Tensor:
         *tensors, part, keep = arguments
-        y, kept = _kernels().training.feed_forward(x, part, keep)
-        ctx.save_for_backward(x, *tensors, kept)
+        y, saved = _kernels().training.feed_forward(x, part, keep)
+        ctx.save_for_backward(x, *tensors, saved)
         ctx.settings = part.norm and part.norm[1:], part.activation, part.adds
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext[FeedForwardRules], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm_weight, gate, up, down, kept = ctx.saved_tensors
+        x, norm_weight, gate, up, down, saved = ctx.saved_tensors
         rule, activation, adds = ctx.settings
         part = FeedForward(gate, up, down, rule and Norm(norm_weight, *rule), activation, adds)
         wants = ctx.needs_input_grad[2:5]
-        gradients = _kernels().training.feed_forward_backward(grads[0].contiguous(), x, kept, part, wants)
+        gradients = _kernels().training.feed_forward_backward(grads[0].contiguous(), x, saved, part, wants)
         return *gradients, None, None
 
 
@@ -197,8 +197,8 @@ class _Heads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext[HeadRules], x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         *tensors, part, keep = arguments
-        q, k, v, kept = _kernels().training.project_heads(x, part, keep)
-        ctx.save_for_backward(x, *tensors, kept)
+        q, k, v, saved = _kernels().training.project_heads(x, part, keep)
+        ctx.save_for_backward(x, *tensors, saved)
         ctx.settings = part.head_dim, part.cos, part.sin, [n and n[1:] for n in (part.norm, *(part.head_norms or ()))]
         ctx.set_materialize_grads(False)
         return q, k, v, x
@@ -206,7 +206,7 @@ class _Heads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext[HeadRules], *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *tensors, kept = ctx.saved_tensors
+        x, *tensors, saved = ctx.saved_tensors
         head_dim, cos, sin, (rule, *head_rules) = ctx.settings
         weights, biases, norms = tensors[:3], tensors[3:6], tensors[6:]
         head_norms: Any = (
@@ -216,15 +216,15 @@ class _Heads(torch.autograd.Function):
         )
         projections: Any = tuple(map(Linear, weights, biases))
         part = Heads(projections, head_dim, cos, sin, rule and Norm(norms[0], *rule), head_norms)
-        of_heads = [
+        head_grads = [
             x.new_zeros(len(x), len(weight) // head_dim, head_dim) if grad is None else grad.contiguous()
             for grad, weight in zip(grads[:3], weights, strict=True)
         ]
         other = None if grads[3] is None else grads[3].contiguous()
         wants = any(ctx.needs_input_grad[1:4])
-        gradients = _kernels().training.project_heads_backward(of_heads, other, x, kept, part, wants)
-        of_x, of_weights, of_biases, of_norms = gradients
-        return of_x, *of_weights, *of_biases, *of_norms, None, None
+        gradients = _kernels().training.project_heads_backward(head_grads, other, x, saved, part, wants)
+        x_grad, weight_grads, bias_grads, norm_grads = gradients
+        return x_grad, *weight_grads, *bias_grads, *norm_grads, None, None
 
 
 def packed_attention(

@@ -165,13 +165,13 @@ def _feed_forward_of(layer: Any) -> FeedForward:
 def _rotation(cos: Tensor, sin: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
     """Convert (..., D) cosines and sines, whose halves are equal, to (N, D/2) in fp32."""
     # Kept on the tensor that all layers share, so it is made once per pass and freed with that tensor.
-    made = getattr(cos, "_verl_rotation", None)
-    if made is None:
+    rotation = getattr(cos, "_verl_rotation", None)
+    if rotation is None:
         half = cos.shape[-1] // 2
         # ``cos`` has a single row where all sequences of a batch have the same positions.
-        made = [x[..., :half].expand(*shape, -1).reshape(-1, half).float().contiguous() for x in (cos, sin)]
-        cos._verl_rotation = made  # pyright: ignore[reportAttributeAccessIssue]
-    return made[0], made[1]
+        rotation = [x[..., :half].expand(*shape, -1).reshape(-1, half).float().contiguous() for x in (cos, sin)]
+        cos._verl_rotation = rotation  # pyright: ignore[reportAttributeAccessIssue]
+    return rotation[0], rotation[1]
 
 
 # ---- what a layer is
@@ -227,13 +227,13 @@ def _fast_mlp(layer: Any, for_training: bool) -> type[nn.Module] | None:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether calling ``module`` has side effects: a hook, or a unit of FSDP, whose weights are gathered then."""
+    """Return whether calling ``module`` has side effects: a hook, or an FSDP unit, whose weights are gathered then."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks) or isinstance(module, FSDPModule)
 
 
 def _is_own(child: nn.Module) -> bool:
-    """Whether the layer above may read this one's weight directly: no adapter, no FSDP unit, no hook."""
+    """Return whether the layer above may read this one's weight directly: no adapter, no FSDP unit, no hook."""
     if isinstance(child, nn.Linear):
         return type(child) is nn.Linear and not _is_watched(child)
     return not any(True for _ in child.children())

@@ -60,7 +60,7 @@ class _Bucket:
     """Offset in bytes of each weight, and the size of the bucket."""
     memory: Tensor | None = None
     is_frozen: bool = False
-    """Whether its weights never change."""
+    """True if its weights never change."""
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +112,7 @@ class WholeWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         if self._group is not None:
-            yield from self._kept(self._group) if self._keeps else self._shared(self._group)
+            yield from self._reused(self._group) if self._keeps else self._shared(self._group)
             return
         for weight in self._weights:
             yield weight.name, weight.without_autograd() if self._is_unsharded else full_tensor(weight.parameter, _CPU)
@@ -125,31 +125,31 @@ class WholeWeights:
             views = bucket.views(_new_memory(bucket, group))
             self._write(bucket, views)
             dist.barrier(group=group)
-            for weight, whole in zip(bucket.weights, views, strict=True):
-                yield weight.name, whole
+            for weight, full in zip(bucket.weights, views, strict=True):
+                yield weight.name, full
 
     @torch.no_grad()
-    def _kept(self, group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
+    def _reused(self, group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
         """Gather into memory that is kept, what is frozen only once, then yield in the order of the model."""
         dist.barrier(group=group)  # no rank still reads what is overwritten
         self.copied_bytes = 0
-        kept: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for bucket in self._buckets:
             is_new = bucket.memory is None
             bucket.memory = _new_memory(bucket, group) if bucket.memory is None else bucket.memory
             views = bucket.views(bucket.memory)
             if is_new or not bucket.is_frozen:
                 self._write(bucket, views)
-            kept |= {weight.name: whole for weight, whole in zip(bucket.weights, views, strict=True)}
+            weights |= {weight.name: full for weight, full in zip(bucket.weights, views, strict=True)}
         dist.barrier(group=group)
         for weight in self._weights:
-            yield weight.name, kept[weight.name]
+            yield weight.name, weights[weight.name]
 
     def _write(self, bucket: _Bucket, views: list[Tensor]) -> None:
         """Write this rank's rows of the bucket's weights."""
-        for weight, whole in zip(bucket.weights, views, strict=True):
+        for weight, full in zip(bucket.weights, views, strict=True):
             rows, first = local_rows(weight.parameter)
-            whole[first : first + len(rows)] = rows
+            full[first : first + len(rows)] = rows
             self.copied_bytes += rows.nbytes
 
 

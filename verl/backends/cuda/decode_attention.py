@@ -15,14 +15,14 @@ from torch import Tensor
 
 _BLOCK = 64
 """Tokens that a program reads at once."""
-_LEAST_HEADS = 16
+_MIN_HEADS = 16
 """Rows of the smallest matrix that tensor cores multiply."""
-_MOST_PARTS = 32
+_MAX_PARTS = 32
 _PROGRAMS_PER_PROCESSOR = 2
 
 
 def can_decode(device: torch.device, head_dim: int) -> bool:
-    """Whether the kernel runs here: a GPU, Triton, and a width of heads that is a power of two from 16 to 256."""
+    """Return whether the kernel runs here: a GPU, Triton, and a head width that is a power of two from 16 to 256."""
     has_triton = importlib.util.find_spec("triton") is not None  # PyTorch for CPUs comes without it
     return has_triton and device.type == "cuda" and head_dim in (16, 32, 64, 128, 256)
 
@@ -36,8 +36,8 @@ def parts_of_rows(rows: int, tokens: int, kv_heads: int, processors: int) -> int
         kv_heads: key/value heads.
         processors: multiprocessors of the device.
     """
-    wanted = -(-_PROGRAMS_PER_PROCESSOR * processors // max(1, rows * kv_heads))
-    return max(1, min(wanted, _MOST_PARTS, -(-tokens // (4 * _BLOCK))))
+    parts = -(-_PROGRAMS_PER_PROCESSOR * processors // max(1, rows * kv_heads))
+    return max(1, min(parts, _MAX_PARTS, -(-tokens // (4 * _BLOCK))))
 
 
 def decode_attention(
@@ -101,7 +101,7 @@ def decode_attention(
         window or 0,
         softcap or 0.0,
         GROUP=group,
-        PADDED_GROUP=max(_LEAST_HEADS, _power_of_2(group)),
+        PADDED_GROUP=max(_MIN_HEADS, _power_of_2(group)),
         HEAD_DIM=head_dim,
         BLOCK=_BLOCK if head_dim <= 128 else _BLOCK // 2,
         PARTS=parts,

@@ -29,7 +29,7 @@ ROTATION = "apply_rotary_pos_emb"
 
 
 def fuses_layers(use_liger: bool | None) -> bool:
-    """Whether models on a GPU of this machine use Liger's kernels; see ``model.use_liger``.
+    """Return whether models on a GPU of this machine use Liger's kernels; see ``model.use_liger``.
 
     Raises:
         ConfigError: ``use_liger`` is true, and the package is not installed.
@@ -109,7 +109,7 @@ def _fused_attention(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def _rotates_halves(rotate: Callable[..., Any]) -> bool:
-    """Whether ``rotate`` maps x to x · cos + (-x₂, x₁) · sin for the halves x₁, x₂ of x, by trying random numbers."""
+    """Check by random numbers whether ``rotate`` maps x to x · cos + (-x₂, x₁) · sin, for the halves x₁, x₂ of x."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.rand(1, heads, 3, 8, generator=generator) for heads in (4, 2))
     cos, sin = (torch.rand(1, 3, 4, generator=generator).repeat(1, 1, 2) for _ in range(2))
@@ -118,7 +118,9 @@ def _rotates_halves(rotate: Callable[..., Any]) -> bool:
     except (TypeError, ValueError, RuntimeError):  # it takes other arguments, as rotations of images do
         return False
     expected = [x * cos[:, None] + torch.cat([-x[..., 4:], x[..., :4]], -1) * sin[:, None] for x in (query, key)]
-    return all(torch.allclose(result, wanted, atol=1e-6) for result, wanted in zip(results, expected, strict=True))
+    return all(
+        torch.allclose(result, reference, atol=1e-6) for result, reference in zip(results, expected, strict=True)
+    )
 
 
 def _liger() -> Any:

@@ -242,10 +242,10 @@ class DecoderPass:
 
     def reserve(self, rows: int, tokens: int) -> None:
         """Allocate the workspace for ``rows`` rows of at most ``tokens`` tokens, unless it is large enough."""
-        wanted = rows, tokens, torch.get_num_threads()
-        if any(new > old for new, old in zip(wanted, self._space_for, strict=True)):
-            self._space_for = wanted
-            self._space = torch.empty(self._space_of(self._struct, *wanted), dtype=torch.float32)
+        needed = rows, tokens, torch.get_num_threads()
+        if any(new > old for new, old in zip(needed, self._space_for, strict=True)):
+            self._space_for = needed
+            self._space = torch.empty(self._space_of(self._struct, *needed), dtype=torch.float32)
 
     def __call__(
         self,
@@ -307,7 +307,7 @@ def _requested_compiler() -> str | None:
 
 def _compiler() -> list[str] | None:
     """Return the command in ``CC`` with its arguments, or the first compiler found; None if there is none."""
-    for words in map(shlex.split, [asked] if (asked := _requested_compiler()) else ["cc", "gcc", "clang"]):
+    for words in map(shlex.split, [requested] if (requested := _requested_compiler()) else ["cc", "gcc", "clang"]):
         if words and (path := shutil.which(words[0])):
             return [path, *words[1:]]
     return None
@@ -323,14 +323,14 @@ def _compiled(compiler: list[str]) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _check_private(folder)
     name = f"cpu_kernels-{key}"
-    library = next((kept for kept in sorted(folder.glob(f"{name}-*.so")) if kept == _named(kept, folder / name)), None)
+    library = next((path for path in sorted(folder.glob(f"{name}-*.so")) if path == _named(path, folder / name)), None)
     if library is None:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / f"{name}.so"
-            _compile(compiler, made)
-            made.chmod(0o700)  # a umask such as 002 would let a group write, which _check_private refuses
+            library_file = Path(scratch) / f"{name}.so"
+            _compile(compiler, library_file)
+            library_file.chmod(0o700)  # a umask such as 002 would let a group write, which _check_private refuses
             # Atomic, because several processes may compile at once.
-            library = made.replace(_named(made, folder / name))
+            library = library_file.replace(_named(library_file, folder / name))
         logger.info("CPU kernels compiled with %s into %s", " ".join(compiler), library)
     _check_private(library)
     return library

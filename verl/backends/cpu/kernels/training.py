@@ -32,7 +32,7 @@ class FeedForward(NamedTuple):
     activation: str = "silu"
     """``silu`` or ``gelu`` (tanh approximation)."""
     adds: bool = False
-    """Whether x is added to the result."""
+    """Add x to the result."""
 
 
 class Heads(NamedTuple):
@@ -123,15 +123,17 @@ class TrainingKernels:
     """The compiled functions of training, with tensors as arguments; MemoryError if the workspace does not fit."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        part, heads, one = (ctypes.POINTER(struct) for struct in (FeedForwardStruct, HeadsStruct, ProjectionStruct))
-        self._kept = library.feed_forward_kept
-        self._kept.argtypes, self._kept.restype = [part], _INT64
+        part, heads, projection = (
+            ctypes.POINTER(struct) for struct in (FeedForwardStruct, HeadsStruct, ProjectionStruct)
+        )
+        self._saved_size = library.feed_forward_kept
+        self._saved_size.argtypes, self._saved_size.restype = [part], _INT64
         self._feed_forward = _with_pointers(library.feed_forward, part, 3)
         self._feed_forward_backward = _with_pointers(library.feed_forward_backward, part, 8)
         self._heads = _with_pointers(library.project_heads, heads, 5)
         self._heads_backward = _with_pointers(library.project_heads_backward, heads, 12)
-        self._project = _with_pointers(library.project, one, 3)
-        self._project_backward = _with_pointers(library.project_backward, one, 5)
+        self._project = _with_pointers(library.project, projection, 3)
+        self._project_backward = _with_pointers(library.project_backward, projection, 5)
         self._norm_backward = library.rms_norm_backward
         self._norm_backward.argtypes = [ctypes.POINTER(NormStruct), *[_POINTER] * 4, _INT64, _INT64, _INT]
 
@@ -139,38 +141,41 @@ class TrainingKernels:
         """Return the output (N, H) for x (N, H) and, if ``keep``, the activations that the backward pass needs."""
         struct = _feed_forward_struct(part, x)
         y = torch.empty_like(x)
-        kept = x.new_empty(self._kept(struct)) if keep else None
-        self._feed_forward(struct, y, kept, x)
-        return y, kept
+        saved = x.new_empty(self._saved_size(struct)) if keep else None
+        self._feed_forward(struct, y, saved, x)
+        return y, saved
 
     def feed_forward_backward(
-        self, grad: Tensor, x: Tensor, kept: Tensor, part: FeedForward, wants: Sequence[bool]
+        self, grad: Tensor, x: Tensor, saved: Tensor, part: FeedForward, wants: Sequence[bool]
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Gradients with respect to x, the norm's weight, gate, up and down.
 
         ``wants`` selects among the last three; gate and up are computed together.
         """
-        of_x, of_norm = torch.empty_like(x), _like(part.norm)
-        of_gate, of_up = (torch.empty_like(part.gate) if wants[0] or wants[1] else None for _ in range(2))
-        of_down = torch.empty_like(part.down) if wants[2] else None
-        gradients = of_x, of_norm, of_gate, of_up, of_down
-        self._feed_forward_backward(_feed_forward_struct(part, x), *gradients, grad, x, kept)
+        x_grad, norm_grad = torch.empty_like(x), _like(part.norm)
+        gate_grad, up_grad = (torch.empty_like(part.gate) if wants[0] or wants[1] else None for _ in range(2))
+        down_grad = torch.empty_like(part.down) if wants[2] else None
+        gradients = x_grad, norm_grad, gate_grad, up_grad, down_grad
+        self._feed_forward_backward(_feed_forward_struct(part, x), *gradients, grad, x, saved)
         return gradients
 
     def project_heads(self, x: Tensor, part: Heads, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return q (N, heads, D), k and v (N, kv_heads, D) for x (N, H) and, if ``keep``, what the backward needs."""
-        q, k, v = (x.new_empty(len(x), len(one.weight) // part.head_dim, part.head_dim) for one in part.projections)
+        q, k, v = (
+            x.new_empty(len(x), len(projection.weight) // part.head_dim, part.head_dim)
+            for projection in part.projections
+        )
         has_norms = part.head_norms is not None
-        kept = x.new_empty(len(x), q.shape[1] + k.shape[1], part.head_dim) if keep and has_norms else None
-        self._heads(_heads_struct(part, x), q, k, v, kept, x)
-        return q, k, v, kept
+        saved = x.new_empty(len(x), q.shape[1] + k.shape[1], part.head_dim) if keep and has_norms else None
+        self._heads(_heads_struct(part, x), q, k, v, saved, x)
+        return q, k, v, saved
 
     def project_heads_backward(
         self,
         grads: Sequence[Tensor],
         other: Tensor | None,
         x: Tensor,
-        kept: Tensor | None,
+        saved: Tensor | None,
         part: Heads,
         wants_weights: bool,
     ) -> tuple[Tensor, list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
@@ -178,13 +183,17 @@ class TrainingKernels:
 
         ``grads`` are those with respect to q, k and v; ``other``, (N, H), is added to the gradient of x.
         """
-        of_x = torch.empty_like(x)
-        of_norms = [_like(norm) for norm in (part.norm, *(part.head_norms or (None, None)))]
-        of_weights = [torch.empty_like(one.weight) if wants_weights else None for one in part.projections]
-        of_biases = [None if one.bias is None else torch.empty_like(one.bias) for one in part.projections]
-        arrays = [(_POINTER * 3)(*map(address, tensors)) for tensors in (of_weights, of_biases)]
-        self._heads_backward(_heads_struct(part, x), of_x, *of_norms, *arrays, *grads, other, x, kept)
-        return of_x, of_weights, of_biases, of_norms
+        x_grad = torch.empty_like(x)
+        norm_grads = [_like(norm) for norm in (part.norm, *(part.head_norms or (None, None)))]
+        weight_grads = [
+            torch.empty_like(projection.weight) if wants_weights else None for projection in part.projections
+        ]
+        bias_grads = [
+            None if projection.bias is None else torch.empty_like(projection.bias) for projection in part.projections
+        ]
+        arrays = [(_POINTER * 3)(*map(address, tensors)) for tensors in (weight_grads, bias_grads)]
+        self._heads_backward(_heads_struct(part, x), x_grad, *norm_grads, *arrays, *grads, other, x, saved)
+        return x_grad, weight_grads, bias_grads, norm_grads
 
     def project(self, x: Tensor, part: Linear, other: Tensor | None = None) -> Tensor:
         """Compute x Wᵀ + b + other, (N, outputs), for x (N, inputs)."""
@@ -197,21 +206,21 @@ class TrainingKernels:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients with respect to x, W and b, each only if it is set in ``wants``."""
         like = x, part.weight, part.bias
-        of = [
-            torch.empty_like(tensor) if wanted and tensor is not None else None
-            for tensor, wanted in zip(like, wants, strict=True)
+        gradients = [
+            torch.empty_like(tensor) if is_needed and tensor is not None else None
+            for tensor, is_needed in zip(like, wants, strict=True)
         ]
-        self._project_backward(_projection_struct(part, x), *of, grad, x)
-        return of[0], of[1], of[2]
+        self._project_backward(_projection_struct(part, x), *gradients, grad, x)
+        return gradients[0], gradients[1], gradients[2]
 
     def rms_norm_backward(self, grad: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """Gradients with respect to x (..., H) and the norm's weight."""
-        of_x, of_weight = torch.empty_like(x), torch.empty_like(norm.weight)
+        x_grad, weight_grad = torch.empty_like(x), torch.empty_like(norm.weight)
         rows, width = x.numel() // x.shape[-1], x.shape[-1]
-        tensors = map(address, (of_x, of_weight, grad, x))
+        tensors = map(address, (x_grad, weight_grad, grad, x))
         if self._norm_backward(_norm_struct(norm), *tensors, rows, width, _threads(rows)):
             raise MemoryError(f"no memory for the norm of {rows} tokens; use fewer tokens in a pass")
-        return of_x, of_weight
+        return x_grad, weight_grad
 
 
 def _threads(rows: int) -> int:
