@@ -43,7 +43,7 @@ def layer_ways(tokens: int, dtype: torch.dtype) -> dict[str, Callable[[], object
     fast.set_attn_implementation(PACKED_ATTENTION)
     use_fast_layers(fast, for_training=True)
     positions = torch.arange(LENGTH).expand(sequences, -1)
-    packing = Packing.of([LENGTH] * sequences, torch.device("cpu"))
+    packing = Packing.from_lengths([LENGTH] * sequences, torch.device("cpu"))
     x = torch.randn(sequences, LENGTH, 256, dtype=dtype).requires_grad_()
     rotation = model.model.rotary_emb(x, positions)
     flat_rotation = model.model.rotary_emb(x.view(1, -1, 256), positions.reshape(1, -1))
@@ -67,7 +67,7 @@ def attention_ways(tokens: int, dtype: torch.dtype) -> dict[str, Callable[[], ob
     """Causal attention over sequences of ``LENGTH`` tokens, forward and backward."""
     sequences = tokens // LENGTH
     q, k, v = (torch.randn(1, heads, sequences * LENGTH, 64, dtype=dtype).requires_grad_() for heads in (4, 2, 2))
-    packing = Packing.of([LENGTH] * sequences, torch.device("cpu"))
+    packing = Packing.from_lengths([LENGTH] * sequences, torch.device("cpu"))
 
     def fold(x: Tensor) -> Tensor:
         return x.squeeze(0).unflatten(1, (sequences, LENGTH)).transpose(0, 1)

@@ -556,7 +556,7 @@ NEWER_PACKAGES = (
     Mutant(
         "teacher",
         "workers/teacher/average.py",
-        "weight.copy_(kept.pop(name))",
+        "weight.copy_(copies.pop(name))",
         "kept.pop(name)",
         "workers/average",
     ),
@@ -647,7 +647,7 @@ NEWER_PACKAGES = (
     Mutant(
         "transfer",
         "workers/transfer/driver.py",
-        "if all(one.held.get(name) == digest for one in receivers)}",
+        "if all(facts.held.get(name) == digest for facts in receivers)}",
         "}",
         "workers/transfer/conformance",
     ),

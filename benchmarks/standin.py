@@ -64,7 +64,7 @@ class StandInWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def serve(self, requests: EngineRequests) -> None:
-        with requests.of_engine(self.rank, 0) as queue:
+        with requests.open_queue(self.rank, 0) as queue:
             while taken := queue.take(wait=True):
                 for number, request in taken:
                     queue.answer(number, _drawn(request.sampling.max_tokens or 1, number))

@@ -160,7 +160,7 @@ def rollout(arguments: Any, folder: Path, work: Work, is_in_lock_step: bool) -> 
             return nullcontext()
 
         def serve(self, requests: Any) -> None:
-            with engine.awake(model.named_parameters, version), requests.of_engine(0, version) as queue:
+            with engine.awake(model.named_parameters, version), requests.open_queue(0, version) as queue:
                 engine.serve(queue)
 
     def run() -> None:

@@ -62,7 +62,7 @@ class Receiver(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def transfer_facts(self) -> RankFacts:
         """See :meth:`ActorRolloutRefWorker.transfer_facts`."""
-        return RankFacts.of_this_process(self.received.digests)
+        return RankFacts.from_this_process(self.received.digests)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, plan: TransferPlan, version: int) -> None:
@@ -100,7 +100,7 @@ def measure(
     described = RayWorkerGroup.describe(Receiver, config.rollout.checkpoint_engine)
     samplers = RayWorkerGroup(pools[1], described, device_name="cpu")
     trainer.init_model()
-    transfer, found, copies = WeightTransfer.of(config), [], []
+    transfer, found, copies = WeightTransfer.from_config(config), [], []
     first = transfer.update(trainer, samplers, 0)
     source = torch.ones(int(first["weight_transfer/bytes_of_weights"]), dtype=torch.uint8)
     target = torch.ones_like(source)

@@ -23,7 +23,7 @@ from verl.environments.base import Environment
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.reward_manager.scores import Scores, checked_score, placed
+from verl.workers.reward_manager.scores import Scores, checked_score, place_scores
 from verl.workers.rollout.request import SamplingParams
 
 PROMPT = [{"role": "user", "content": "Play."}]
@@ -184,7 +184,7 @@ def test_masks_and_scores_of_any_episode(run, turns: list[tuple[str, str, float]
         ends.append(place - 1)
     assert output.response_mask == expected_mask
     scores = Scores([checked_score({"turn_scores": output.extra_fields["turn_scores"]})])
-    tokens = placed(scores, torch.tensor([output.response_mask])).tokens
+    tokens = place_scores(scores, torch.tensor([output.response_mask])).tokens
     assert tokens is not None
     expected = torch.zeros(1, len(expected_mask))
     expected[0, ends] = torch.tensor([reward for _, _, reward in turns], dtype=torch.float32)

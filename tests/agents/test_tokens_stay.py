@@ -67,7 +67,7 @@ class ThreeTokens(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def serve(self, requests: EngineRequests) -> None:
-        with requests.of_engine(self.rank, 3) as queue:
+        with requests.open_queue(self.rank, 3) as queue:
             while taken := queue.take(wait=True):
                 for number, request in taken:
                     length = len(request.prompt_ids)

@@ -97,10 +97,10 @@ def test_what_a_row_lacks() -> None:
 
     columns = ["prompt", "answer", "level"]
     alone, level = (combine(named_rewards([function], None), columns) for function in (right, level_or_3))
-    required = [RowParameters.of(function, "sample", {}).required for function in (alone, level)]
+    required = [RowParameters.from_function(function, "sample", {}).required for function in (alone, level)]
     assert required == [("answer",), ()]
     both = combine(named_rewards([judged, level_or_3], None), columns)
-    assert RowParameters.of(both, "sample", {}).required == ()
+    assert RowParameters.from_function(both, "sample", {}).required == ()
     function = RewardFunction(both, {})
     sample = RewardSample("unknown", "x", None, {}, columns={"answer": None, "level": None})
     [score] = function.score_samples([sample])

@@ -86,7 +86,7 @@ class LocalEngine:
 
     def serve(self, requests: EngineRequests) -> None:
         version = next(self.versions)
-        with self.engine.awake(weights_of, version), requests.of_engine(0, version) as queue:
+        with self.engine.awake(weights_of, version), requests.open_queue(0, version) as queue:
             queue.on_abort = self.engine.abort
             self.engine.serve(queue)
 

@@ -55,7 +55,7 @@ class Echo(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def serve(self, requests: EngineRequests) -> None:
         self.version += 1
-        with requests.of_engine(self.rank, self.version) as queue:
+        with requests.open_queue(self.rank, self.version) as queue:
             serve(queue, self.version)
 
 
@@ -69,7 +69,7 @@ class LocalEcho:
 
     def serve(self, requests: EngineRequests) -> None:
         self.version += 1
-        with requests.of_engine(0, self.version) as queue:
+        with requests.open_queue(0, self.version) as queue:
             serve(queue, self.version)
 
 

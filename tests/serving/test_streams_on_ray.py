@@ -17,7 +17,7 @@ def test_parts_come_before_the_answer_and_a_cancelled_stream_ends(ray_cluster: N
     connection, told = RayConnection(router), queue.SimpleQueue[DrawnPart]()
     request = RolloutRequest([5], SamplingParams(max_tokens=3, seed=0), streams=True)
     output = RolloutOutput([7, 8, 9], [-1.0, -2.0, -3.0], "stop", 4)
-    with RayRequests(router, 1).of_engine(0, 4) as engine:
+    with RayRequests(router, 1).open_queue(0, 4) as engine:
         call = connection.send("a", request, told.put)
         [(number, came)] = engine.take(wait=True)
         assert came == request

@@ -66,7 +66,7 @@ def test_eight_turns_store_each_image_once_and_free_it_at_their_end(router: Any)
     connection, output = RayConnection(router), RolloutOutput([7], [-1.0], "stop", 0)
     before = store()
     images = [image(number) for number in range(TURNS)]
-    with RayRequests(router, 1).of_engine(0, 0) as engine:
+    with RayRequests(router, 1).open_queue(0, 0) as engine:
 
         def turn(conversation: str, given: SharedTensors) -> None:
             call = connection.send(conversation, request_with(given))
@@ -123,7 +123,7 @@ def test_an_image_whose_process_is_lost_fails_its_request_alone(router: Any) -> 
     while is_there(request.sent[1].pixels):  # the store learns of the death a moment later
         assert time.monotonic() < until
         time.sleep(0.05)
-    with RayRequests(router, 1).of_engine(0, 0) as engine:
+    with RayRequests(router, 1).open_queue(0, 0) as engine:
         with pytest.raises(RolloutError, match="image 1 of the prompt is lost: the process that held the conversation"):
             connection.send("a", request).future().result(60)
         call = connection.send("b", request_with(None))

@@ -142,7 +142,7 @@ def test_pictures_of_later_turns_are_seen(reward_path, tmp_path):
 
 def on_each_rank(rank, world_size, folder, reward_path):
     batch, model = torch.load(folder / "batch.pt", weights_only=False), RewardModelModelConfig(path=reward_path)
-    inputs = RewardInput.of(model)
+    inputs = RewardInput.from_config(model)
     engine = make_engine(reward_path, "reward_model", trained=False)
     micro = MicroBatchConfig(micro_batch_size_per_gpu=1)
     result = {}
@@ -267,6 +267,6 @@ def test_other_templates_and_pixels_are_refused_before_a_model_loads(paths, path
     for folder, said in cases.items():
         with pytest.raises(ConfigError, match=said):
             run_ppo(settings(paths, tmp_path, reward_model__model__path=folder))
-        RewardInput.of(RewardModelModelConfig(path=folder))  # the user says that it is the policy's
+        RewardInput.from_config(RewardModelModelConfig(path=folder))  # the user says that it is the policy's
     smaller = other(reward_path, tmp_path / "d", "preprocessor_config.json", max_pixels=1024)
-    RewardInput.of(RewardModelModelConfig(path=smaller, input_tokenizer=path))
+    RewardInput.from_config(RewardModelModelConfig(path=smaller, input_tokenizer=path))

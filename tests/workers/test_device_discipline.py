@@ -162,7 +162,7 @@ def test_native_decoding(family):
 
 
 def test_bounds_of_packed_sequences_go_to_the_device_of_the_row():
-    assert Packing.of([3, 1], META).cu_seqlens.device == META
+    assert Packing.from_lengths([3, 1], META).cu_seqlens.device == META
 
 
 def listed() -> dict[str, str]:

@@ -200,7 +200,7 @@ def test_checkpoints_are_counted_and_removed_when_asked(path, tmp_path):
 
 def test_a_rollout_alone_has_the_pretrained_weights_until_it_is_sent_others(path):
     actor, both, alone = policy(path, "actor"), policy(path, "actor_rollout"), policy(path, "rollout")
-    transfer = WeightTransfer.of(alone.workers[0].config)
+    transfer = WeightTransfer.from_config(alone.workers[0].config)
     expected, found = both.generate_sequences(prompts()), alone.generate_sequences(prompts())
     assert torch.equal(expected.batch["responses"], found.batch["responses"])
     assert found.non_tensor_batch["weight_version"].tolist() == [0] * len(found)
@@ -216,7 +216,9 @@ def test_a_rollout_alone_has_the_pretrained_weights_until_it_is_sent_others(path
             assert torch.equal(expected.batch[column], found.batch[column])
     with pytest.raises(ConfigError, match="samples from the policy that it trains"):
         transfer.update(actor, both, 1)
-    broadcast = WeightTransfer.of(policy_config(path, checkpoint_engine=CheckpointEngineConfig(backend="nccl")))
+    broadcast = WeightTransfer.from_config(
+        policy_config(path, checkpoint_engine=CheckpointEngineConfig(backend="nccl"))
+    )
     with pytest.raises(ConfigError, match=r"trainer and rollout are one process here\. Set it to naive"):
         broadcast.update(actor, alone, 1)
 

@@ -141,7 +141,7 @@ def test_a_critic_learns_through_adapters_and_goes_on_from_them(path, tmp_path):
 def test_adapters_alone_are_sent_to_ranks_that_hold_the_base(path):
     lora = {"lora_rank": 4, "lora_alpha": 6, "dtype": "bf16"}  # the native engine computes adapters beside bf16
     actor, both, alone = (policy(path, role, **lora) for role in ("actor", "actor_rollout", "rollout"))
-    transfer = WeightTransfer.of(actor.workers[0].config)
+    transfer = WeightTransfer.from_config(actor.workers[0].config)
     given = actor.workers[0].engine.adapted_weights()
     base = sum(2 * tensor.numel() for _, tensor in given.base())
     adapters = sum(tensor.nbytes for _, tensor in given.adapters())  # as they are trained

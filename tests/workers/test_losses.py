@@ -164,7 +164,7 @@ TAUGHT = POLICY_BATCH | {"teacher_logprobs": [[-1.0, -2.0], [-0.5, 0.0]]}
 def test_a_divergence_beside_the_policy_loss_by_hand():
     # With old = 0 the ratios are 1, so the policy loss is -A and its gradient too. k2 = (log p - log q)² / 2.
     log_probs = tensor([[0.0, 0.0], [0.0, 0.0]], requires_grad=True)
-    loss_fn = DistillationLoss.of(ActorConfig(), distillation(loss_mode="k2", distillation_loss_coef=0.5))
+    loss_fn = DistillationLoss.from_config(ActorConfig(), distillation(loss_mode="k2", distillation_loss_coef=0.5))
     loss, metrics = loss_fn({"log_probs": log_probs}, batch(**TAUGHT), TOTALS)
     surrogate, k2 = (-1 - 2 + 1) / 6, (0.5 + 2 + 0.125) / 6
     assert_close(loss, tensor(2 * (surrogate + 0.5 * k2)))
@@ -179,7 +179,7 @@ def test_divergences_as_advantages_by_hand():
     # Advantages log q - log p are -1, -2, -0.5; of ratio 2 nothing is clipped, as A < 0; the rewards' do not count.
     log_probs = torch.log(tensor([[1.0, 2.0], [1.0, 1.0]])).requires_grad_()
     settings = {"loss_mode": "k1", "use_policy_gradient": True, "use_task_rewards": False}
-    loss_fn = DistillationLoss.of(ActorConfig(), distillation(**settings))
+    loss_fn = DistillationLoss.from_config(ActorConfig(), distillation(**settings))
     loss, metrics = loss_fn({"log_probs": log_probs}, batch(**TAUGHT), TOTALS)
     assert_close(loss, tensor(2 * (1 + 2 * 2 + 0.5) / 6))
     assert "actor/pg_loss" not in metrics
@@ -199,14 +199,14 @@ def test_metrics_are_means_over_the_tokens_that_have_a_divergence():
     # of 1/9 is clipped, since log q - log p is -0.5: so 1 of 1 tokens is, not 1 of 3.
     log_probs = torch.log(tensor([[1.0, 1.0], [1 / 9, 1.0]]))
     settings = {"loss_mode": "k1", "use_policy_gradient": True, "use_task_rewards": False}
-    loss_fn = DistillationLoss.of(ActorConfig(), distillation(**settings))
+    loss_fn = DistillationLoss.from_config(ActorConfig(), distillation(**settings))
     rows = batch(**TAUGHT, distillation_mask=[[0, 0], [1, 0]])
     totals = BatchTotals(dp_size=1, batch_num_tokens=3, global_batch_size=2, distilled_tokens=1)
     of_rows = [loss_fn({"log_probs": log_probs[[row]]}, rows.select_idxs([row]), totals)[1] for row in range(2)]
     clipped = [metrics["distillation/pg_clipfrac"] for metrics in of_rows]
     assert [float(one.value) for one in clipped if isinstance(one, PartialSum)] == [0.0, 1.0]
     # A mini-batch without such a token has none of them: the largest of no losses would be -inf.
-    loss_fn = DistillationLoss.of(ActorConfig(), distillation(loss_mode="k2"))
+    loss_fn = DistillationLoss.from_config(ActorConfig(), distillation(loss_mode="k2"))
     none = batch(**TAUGHT, distillation_mask=[[0, 0], [0, 0]])
     assert "distillation/loss_max" not in loss_fn({"log_probs": log_probs}, none, TOTALS)[1]
 
@@ -214,7 +214,7 @@ def test_metrics_are_means_over_the_tokens_that_have_a_divergence():
 def test_tokens_are_clipped_only_where_rewards_count():
     log_probs = torch.log(tensor([[9.0, 1.0], [1.0, 1.0]]))  # a ratio of 9 with a positive advantage
     for uses_rewards in (True, False):
-        loss = DistillationLoss.of(ActorConfig(), distillation(loss_mode="k2", use_task_rewards=uses_rewards))
+        loss = DistillationLoss.from_config(ActorConfig(), distillation(loss_mode="k2", use_task_rewards=uses_rewards))
         record = TokenRecord(2)
         columns = batch(**TAUGHT | {"advantages": [[1.0, 1.0], [1.0, 1.0]]}, row=[0, 1])
         RecordedLoss(loss, record)({"log_probs": log_probs}, columns, TOTALS)

@@ -53,7 +53,7 @@ def test_equals_full_mask(kv_heads, window, softcap):
         key,
         value,
         None,
-        packing=Packing.of(LENGTHS, torch.device("cpu")),
+        packing=Packing.from_lengths(LENGTHS, torch.device("cpu")),
         sliding_window=window,
         softcap=softcap,
     )
@@ -63,14 +63,14 @@ def test_equals_full_mask(kv_heads, window, softcap):
 
 def test_scaling_is_used():
     query, key, value = rows(2, seed=1), rows(2, seed=2), rows(2, seed=3)
-    packing = Packing.of(LENGTHS, torch.device("cpu"))
+    packing = Packing.from_lengths(LENGTHS, torch.device("cpu"))
     found, _ = packed_attention_forward(Layer(), query, key, value, None, packing=packing, scaling=0.25)
     assert_close(found, naive(query, key, value, scaling=0.25))
 
 
 def test_sequences_do_not_reach_each_other():
     query, key, value = (rows(2, seed=s).requires_grad_() for s in (1, 2, 3))
-    packing = Packing.of(LENGTHS, torch.device("cpu"))
+    packing = Packing.from_lengths(LENGTHS, torch.device("cpu"))
     found, _ = packed_attention_forward(Layer(), query, key, value, None, packing=packing)
     found[0, 5].sum().backward()  # the only token of the second sequence
     for x in (key, value):
@@ -93,7 +93,7 @@ def test_a_kernel_without_grouped_heads_gets_a_key_for_each_query(kv_heads):
 
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(7, heads, 8, generator=draw) for heads in (4, kv_heads, kv_heads))
-    packing, rule = Packing.of([3, 4], query.device), AttentionRule(0.3)
+    packing, rule = Packing.from_lengths([3, 4], query.device), AttentionRule(0.3)
     found = _varlen_kernel_of(plain)(query, key, value, packing, rule)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     assert_close(found, attend_packed(q, k, v, packing, rule).squeeze(0))
@@ -140,11 +140,11 @@ def test_a_kernel_that_refuses_its_arguments_is_not_a_model_that_cannot_run_pack
     monkeypatch.setattr("verl.workers.packed_attention._varlen_kernel", lambda *_: old_kernel)
     q = torch.randn(1, 2, 5, 4)
     with pytest.raises(RuntimeError, match=r"the attention kernel old_kernel refuses its arguments: .*positional"):
-        attend_packed(q, q, q, Packing.of([5], q.device), AttentionRule(0.5))
+        attend_packed(q, q, q, Packing.from_lengths([5], q.device), AttentionRule(0.5))
 
 
 @pytest.mark.parametrize("extra", [{"s_aux": torch.ones(2)}, {"position_bias": torch.ones(1)}, {}])
 def test_what_it_does_not_have_is_refused(extra):
-    packing = Packing.of(LENGTHS, torch.device("cpu")) if extra else None
+    packing = Packing.from_lengths(LENGTHS, torch.device("cpu")) if extra else None
     with pytest.raises(ConfigError, match="cannot run packed"):
         packed_attention_forward(Layer(), rows(2), rows(2), rows(2), None, packing=packing, **extra)

@@ -108,7 +108,7 @@ def _drawn_parts(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> Iterator[
 
 def sampled_like(turns: Sequence[DrawnTurn], sampling: SamplingParams) -> list[DrawnTurn]:
     """Return the turns whose tokens were drawn from the probabilities of ``sampling``."""
-    return [turn for turn in turns if (turn.sampling or sampling).of_tokens == sampling.of_tokens]
+    return [turn for turn in turns if (turn.sampling or sampling).distribution_params == sampling.distribution_params]
 
 
 def drawn_routing(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> Tensor | None:

@@ -673,8 +673,10 @@ def _raise_not_trainable(
     """
     for turn in others:
         if turn.sampling is not None and drawn_log_probs(tokens, [turn])[-1] is not None:
-            of_training = sampling.of_tokens
-            differs = {name: value for name, value in turn.sampling.of_tokens.items() if value != of_training[name]}
+            of_training = sampling.distribution_params
+            differs = {
+                name: value for name, value in turn.sampling.distribution_params.items() if value != of_training[name]
+            }
             drawn, trained = (
                 ", ".join(f"{name}={values[name]:g}" for name in differs) for values in (differs, of_training)
             )

@@ -21,7 +21,7 @@ from verl.experience.rewards import OF_TRAJECTORY, Scored
 from verl.experience.sequences import Trajectories
 from verl.protocol import DataProto, prompt_lengths, response_lengths
 from verl.utils.metric import Metrics, distribution
-from verl.workers.reward_manager.scores import Score, Scores, checked_score, placed
+from verl.workers.reward_manager.scores import Score, Scores, checked_score, place_scores
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def complete_scores(batch: DataProto, scored: Scored, rows: list[int], agent: Ag
         else turns or shared[trajectory]
         for trajectory, treatment, turns in zip(trajectories.indices, treatments, of_turns, strict=True)
     ]
-    known = placed(Scores(of_rows), batch.batch["response_mask"])
+    known = place_scores(Scores(of_rows), batch.batch["response_mask"])
     assert known.tokens is not None
     all_scores = known.tokens
     if rows:
@@ -137,7 +137,7 @@ def complete_scores(batch: DataProto, scored: Scored, rows: list[int], agent: Ag
         Score(0.0) if turn_scores is None or treatment != "train" else checked_score({"turn_scores": turn_scores})
         for turn_scores, treatment in zip(beside, treatments, strict=True)
     ]
-    added = placed(Scores(to_add), batch.batch["response_mask"])
+    added = place_scores(Scores(to_add), batch.batch["response_mask"])
     assert added.tokens is not None
     all_scores += added.tokens
     both = zip(trajectories.indices * 2, [*known.samples, *added.samples], strict=True)

@@ -30,7 +30,7 @@ class _LocalRequests:
         self._queue, self._on_awake = queue, on_awake
 
     @contextmanager
-    def of_engine(self, engine_index: int, weight_version: int) -> Iterator[RequestQueue]:
+    def open_queue(self, engine_index: int, weight_version: int) -> Iterator[RequestQueue]:
         """Tell that the engine is awake, and yield the queue."""
         self._on_awake(weight_version)
         yield self._queue

@@ -237,7 +237,7 @@ class RayRequests:
         self._router, self._round = router, round_index
 
     @contextmanager
-    def of_engine(self, engine_index: int, weight_version: int) -> Iterator[RequestQueue]:
+    def open_queue(self, engine_index: int, weight_version: int) -> Iterator[RequestQueue]:
         """Yield a queue that a thread fills with what the routers have for the engine."""
         fetching = _Fetching(self._router, self._round, engine_index, weight_version)
         threading.Thread(target=fetching.run, name="requests", daemon=True).start()

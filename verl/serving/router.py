@@ -191,7 +191,7 @@ class Router:
         self._engines[pending.engine].heard_at = time.monotonic()
         if isinstance(answer, DrawnPart):
             if pending.on_part is not None:
-                pending.on_part(replace(answer, start=pending.request.drawn + answer.start))
+                pending.on_part(replace(answer, start=pending.request.drawn_count + answer.start))
         elif isinstance(answer, EngineLostError):
             self._move_from_lost_engine(pending.engine, answer)
         elif isinstance(answer, RolloutError):
@@ -205,7 +205,7 @@ class Router:
         """Ask for the rest of an interrupted response, now or after :meth:`resume`."""
         pending = self._pending[request_id]
         if token_ids and pending.on_part is not None:  # not all of them may have been told
-            pending.on_part(DrawnPart(pending.request.drawn - len(token_ids), token_ids))
+            pending.on_part(DrawnPart(pending.request.drawn_count - len(token_ids), token_ids))
         assert pending.engine is not None
         engine_index, pending.engine = pending.engine, None
         self._leave(engine_index, request_id)

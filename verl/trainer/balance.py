@@ -163,7 +163,7 @@ def deal(
     lengths = batch.batch["attention_mask"].view(len(batch) // unit, -1).sum(-1).tolist()
     taken, is_padding, padded_sizes = _padded(lengths, sizes or [len(lengths)], num_ranks if pads else 1)
     lengths = [lengths[i] for i in taken]
-    siblings = Siblings.of(batch.select_idxs(taken)) if shares_prompts else None
+    siblings = Siblings.from_batch(batch.select_idxs(taken)) if shares_prompts else None
     order, ranks = layout_for_ranks(lengths, dp_size=num_ranks, sizes=padded_sizes, balance=balance, siblings=siblings)
     by_row = [unit * taken[i] + row for i in order for row in range(unit)]
     kept = [name for name in INPUTS_OF_ROWS if name in batch.non_tensor_batch]

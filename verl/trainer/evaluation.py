@@ -20,7 +20,7 @@ from verl.datasets.row_conversation import row_messages
 from verl.errors import ConfigError, DataError, RewardError
 from verl.scorers import UnknownDataSourceError, check_truth, default_compute_score, row_truth
 from verl.workers.reward_manager.function import RewardFunction, RewardSample, RowParameters
-from verl.workers.reward_manager.naive import OF_RUN
+from verl.workers.reward_manager.naive import RUN_COLUMNS
 from verl.workers.reward_manager.scores import Score
 
 logger = logging.getLogger(__name__)
@@ -67,11 +67,11 @@ def score_responses(
     require_columns(files, {config.data[name]: f"data.{name}" for name in names})
     function = _reward_function(config)
     for file in files:
-        function.of_rows.check([*file.columns, *OF_RUN])
-    groups = [group for file in files for group in _samples_of(file, config, function.of_rows)]
+        function.row_parameters.check([*file.columns, *RUN_COLUMNS])
+    groups = [group for file in files for group in _samples_of(file, config, function.row_parameters)]
     samples = [sample for group in groups for sample in group]
     columns = list(dict.fromkeys(name for file in files for name in file.columns))
-    function.of_rows.check_truths([sample.ground_truth for sample in samples], columns)
+    function.row_parameters.check_truths([sample.ground_truth for sample in samples], columns)
     computed: list[Score] = []
     size = max(64, -(-len(samples) // 10))
     for start in range(0, len(samples), size):

@@ -207,7 +207,9 @@ class TaskRunner:
             check_has_experts(hf_config_of(model), "trainer.log_expert_counts")
         processor = hf_processor(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
         if config.reward_model.enable and config.judge is None:
-            RewardInput.of(here.reward_model.model)  # the workers make theirs; here it is refused before a model loads
+            RewardInput.from_config(
+                here.reward_model.model
+            )  # the workers make theirs; here it is refused before a model loads
         if environments := config.actor_rollout_ref.rollout.multi_turn.environment_config_path:
             read_environments(environments)
         tools = described_tools(config.actor_rollout_ref.rollout)
@@ -223,7 +225,7 @@ class TaskRunner:
             check_reward_data(config, reward_fn, dataset)
         if need_teacher_policy(config):
             check_teacher_tokenizers(config.distillation, config.actor_rollout_ref.model)
-            aligned = TextAlignment.of_teachers(config.distillation, model)  # refuses what workers could not align
+            aligned = TextAlignment.for_teachers(config.distillation, model)  # refuses what workers could not align
             check_teacher_data(config.distillation, train, aligned)
         check_tools(datasets, config.actor_rollout_ref.rollout, tools)
         check_agent_loops(config, tokenizer, wanted_agents(datasets, config.actor_rollout_ref.rollout))

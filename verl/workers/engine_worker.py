@@ -33,7 +33,7 @@ from verl.utils.flops_counter import Arithmetic
 from verl.utils.model_facts.time_limits import time_limits
 from verl.workers.engine import BaseEngine, EngineRegistry
 from verl.workers.engine.non_finite import NonFinite
-from verl.workers.profiling import OF_PROCESS, RecordingPlan
+from verl.workers.profiling import RecordingPlan, process_recording
 
 
 class EngineWorker(Worker):
@@ -123,12 +123,12 @@ class EngineWorker(Worker):
     def start_recording(self, plan: RecordingPlan) -> None:
         """Begin to profile this process, if its rank is one of the plan's; see :class:`ProcessRecording`."""
         if plan.ranks is None or self.rank in plan.ranks:
-            OF_PROCESS.start(plan, self.rank)
+            process_recording.start(plan, self.rank)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_recording(self, role: str) -> None:
         """End the profile of a role; the last role of a process writes the file."""
-        OF_PROCESS.stop(role)
+        process_recording.stop(role)
 
     # ---- what is saved: subclasses with more state than the trained engine override these three
 
@@ -165,8 +165,10 @@ class EngineWorker(Worker):
         """
         if cuts := sum(engine.pass_sizes.cuts for engine in self.engines):
             metrics = metrics | {"recovery/micro_batch_splits": float(cuts)}
-        made = {"metrics": metrics | memory_metrics(engine.device), "non_finite": list(problems)}
-        return DataProto(meta_info=made if expert_counts is None else made | {"expert_counts": expert_counts.tolist()})
+        meta_info = {"metrics": metrics | memory_metrics(engine.device), "non_finite": list(problems)}
+        return DataProto(
+            meta_info=meta_info if expert_counts is None else meta_info | {"expert_counts": expert_counts.tolist()}
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(

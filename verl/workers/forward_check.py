@@ -33,7 +33,7 @@ def largest_difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def is_rounding(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Whether results computed in ``dtype`` differ by rounding only; False if one of ``actual`` is NaN.
+    """Return whether results computed in ``dtype`` differ by rounding only; False if one of ``actual`` is NaN.
 
     Hidden states, (tokens, dimensions), are compared in each dimension with its own largest number: some models have a
     dimension with numbers in the hundreds, beside which a difference in another one would look like rounding.

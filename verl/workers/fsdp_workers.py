@@ -128,7 +128,7 @@ class ActorRolloutRefWorker(EngineWorker):
             if actor.use_prefix_grouper:
                 self.engine.check_shared_prompts("actor.use_prefix_grouper")
             distils, distillation = self.distillation.enabled, self.distillation
-            self.policy_loss = DistillationLoss.of(actor, distillation) if distils else PolicyLoss(actor)
+            self.policy_loss = DistillationLoss.from_config(actor, distillation) if distils else PolicyLoss(actor)
             self.join_mesh("actor", self.engine)
             if distillation.is_of_itself:
                 self.join_mesh("teacher", self.engine)
@@ -178,7 +178,7 @@ class ActorRolloutRefWorker(EngineWorker):
             rollout = entered.enter_context(self._rollout_awake())
             if rollout.leads:
                 engine_index = self.rank // rollout.ranks_per_engine
-                queue = entered.enter_context(requests.of_engine(engine_index, rollout.weight_version))
+                queue = entered.enter_context(requests.open_queue(engine_index, rollout.weight_version))
                 queue.on_abort = rollout.abort
             else:  # the engine's requests are for its first rank alone
                 queue = RequestQueue(lambda request, answer: None)
@@ -209,7 +209,7 @@ class ActorRolloutRefWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def transfer_facts(self) -> RankFacts:
         """Return what a transfer of weights must know of this rank."""
-        return RankFacts.of_this_process(self.received.digests if self.received is not None else {})
+        return RankFacts.from_this_process(self.received.digests if self.received is not None else {})
 
     def serve_transfer_store(self, host: str) -> int:
         """Serve a key-value store for transfers from this rank, at its address ``host``; return the port."""
@@ -251,7 +251,7 @@ class ActorRolloutRefWorker(EngineWorker):
         rollout = _present(self.rollout, "rollout")
         if rollout.leads:
             rollout.on_state = functools.partial(board.post, self.rank)
-            rollout.tell_state()
+            rollout.report_state()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -301,7 +301,7 @@ class ActorRolloutRefWorker(EngineWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="teacher"))
     def compute_teacher_log_prob(self, data: DataProto, teacher: str = "") -> DataProto:
-        """Compute what the policy makes of its responses as its own teacher, under the prompts ``teacher_prompts``.
+        """Compute teacher log-probs of the responses under the policy itself, with the prompts ``teacher_prompts``.
 
         Its weights are those of ``distillation.self_distillation.weights``. The columns are those of
         :meth:`verl.workers.teacher.worker.ForwardTeacherWorker.compute_teacher_log_prob`; ``teacher`` has no effect.
@@ -368,11 +368,11 @@ class ActorRolloutRefWorker(EngineWorker):
             loss = InterpolatedLoss(loss, correction)
         if record_tokens or own_forward:
             data = forward_record.numbered(data)
-        taught, of_teachers = DataProto(), dict[str, float]()
+        teacher_columns, teacher_metrics = DataProto(), dict[str, float]()
         if self.teachers is not None:
             with engine.eval_mode(), nullcontext() if self.average is None else self.average.in_model():
-                columns, engine.divergence, of_teachers = self.teachers.whole_vocabulary(data)
-            data, taught = data | columns, columns.select(["teacher_logprobs", "teacher_entropys"])
+                columns, engine.divergence, teacher_metrics = self.teachers.whole_vocabulary(data)
+            data, teacher_columns = data | columns, columns.select(["teacher_logprobs", "teacher_entropys"])
         steps = OptimizerSteps()
         with engine.train_mode():
             for k, rows in enumerate(plan.mini_batches(len(data), engine.weight_version, mini_batch_sizes)):
@@ -381,13 +381,18 @@ class ActorRolloutRefWorker(EngineWorker):
                     part = prepared_again(part, engine, plan, self.config.actor)
                 report = engine.train_batch(part, loss, plan.micro, plan.temperature)
                 steps.add(report, engine.non_finite, rows, engine.expert_counts)
-            metrics = steps.metrics("actor", engine.lr_scheduler_step()) | of_teachers
+            metrics = steps.metrics("actor", engine.lr_scheduler_step()) | teacher_metrics
             if self.average is not None:
                 self.average.update()
         engine.divergence = None  # which holds the teachers' output matrices
         width = data.batch["response_mask"].shape[1]
-        made = (forward_record.columns(width, missing=0.0), update_record.columns(width, missing=math.nan))
-        return self.report(metrics, steps.problems, engine, steps.expert_counts) | made[0] | made[1] | taught
+        recorded = (forward_record.columns(width, missing=0.0), update_record.columns(width, missing=math.nan))
+        return (
+            self.report(metrics, steps.problems, engine, steps.expert_counts)
+            | recorded[0]
+            | recorded[1]
+            | teacher_columns
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def training_randomness(self) -> dict[str, float]:
@@ -500,7 +505,7 @@ class RewardModelWorker(EngineWorker):
     def init_model(self) -> None:
         """Load the reward model, after tokenizers and image processors if its own may differ from the policy's."""
         model = HFModelConfig.like(self.config.model)
-        self.inputs = RewardInput.of(self.config.model, self.config.max_length)
+        self.inputs = RewardInput.from_config(self.config.model, self.config.max_length)
         self.model = self.make_engine("reward_model", self.config.strategy, model, self.config.placement)
         self.join_mesh("reward", self.model)
 

@@ -99,8 +99,8 @@ class PolicyLoss:
         self.learns_from_rewards = learns_from_rewards
         self.entropy_coeff = config.entropy_coeff if entropy_coeff is None else entropy_coeff
         self.info = policy_loss_info(name)
-        chosen = {"top_entropy_quantile": 1.0, "off_policy_mask_threshold": None}
-        for key, off in chosen.items():
+        neutral = {"top_entropy_quantile": 1.0, "off_policy_mask_threshold": None}
+        for key, off in neutral.items():
             if settings[key] != off and not self.info.takes_weights:
                 raise ConfigError(
                     f"actor.policy_loss.{key}={settings[key]} takes tokens out of the policy loss by their weights, "
@@ -176,8 +176,8 @@ class PolicyLoss:
             mask = near if mask is None else mask & near
         if mask is None:
             return weights, metrics
-        kept = mask.to(columns["advantages"].dtype) if weights is None else zero_masked(weights, mask)
-        return kept, metrics
+        token_weights = mask.to(columns["advantages"].dtype) if weights is None else zero_masked(weights, mask)
+        return token_weights, metrics
 
 
 class DistillationLoss:
@@ -214,7 +214,7 @@ class DistillationLoss:
         )
 
     @classmethod
-    def of(cls, actor: ActorConfig, distillation: DistillationConfig) -> DistillationLoss:
+    def from_config(cls, actor: ActorConfig, distillation: DistillationConfig) -> DistillationLoss:
         """Make the loss of the sections ``actor_rollout_ref.actor`` and ``distillation``."""
         uses_rewards = distillation.distillation_loss.use_task_rewards
         return cls(PolicyLoss(actor, learns_from_rewards=uses_rewards), distillation)
@@ -248,7 +248,7 @@ class DistillationLoss:
                 self.gradient_config,
                 counts,
             )
-            term_metrics = {name.replace("actor/", "distillation/"): one for name, one in term_metrics.items()}
+            term_metrics = {name.replace("actor/", "distillation/"): value for name, value in term_metrics.items()}
         else:
             losses, term_metrics = evaluate_distillation_loss(self.divergence, outputs, columns, settings, sections)
             term = agg_loss(losses, columns["response_mask"], mode, **counts)
@@ -297,8 +297,8 @@ class TokenRecord:
 
         Nothing is copied from the device here, because the next pass would wait for it.
         """
-        kept = {name: values.detach() for name, values in columns.items()}
-        self._seen.append((micro_batch.batch["row"], micro_batch.batch["response_mask"].bool(), kept))
+        detached = {name: values.detach() for name, values in columns.items()}
+        self._seen.append((micro_batch.batch["row"], micro_batch.batch["response_mask"].bool(), detached))
 
     def columns(self, response_length: int, missing: float) -> DataProto:
         """Return the values by name, (bsz, response_length) float32 on the CPU, ``missing`` outside ``response_mask``.
@@ -379,12 +379,12 @@ class OwnForwardLoss:
         require(micro_batch, ("row", "response_mask"), "the policy update")
         old, entropy = outputs["log_probs"].detach(), outputs["entropy"].detach()
         self.record.add(micro_batch, {"old_log_probs": old, "entropys": entropy})
-        made = {"old_log_probs": old}
+        tensors = {"old_log_probs": old}
         if self.correction is not None:
             require(micro_batch, ("rollout_log_probs",), "the importance weights of the policy update")
             behaviour, mask = micro_batch.batch["rollout_log_probs"], micro_batch.batch["response_mask"]
-            made["rollout_is_weights"] = response_weights(old, behaviour, mask, self.correction)
-        micro_batch = micro_batch | DataProto.from_dict(tensors=made)
+            tensors["rollout_is_weights"] = response_weights(old, behaviour, mask, self.correction)
+        micro_batch = micro_batch | DataProto.from_dict(tensors=tensors)
         return self.loss({name: outputs[name] for name in self.loss.outputs}, micro_batch, totals)
 
 
@@ -412,10 +412,10 @@ class InterpolatedLoss:
         columns, log_probs = micro_batch.batch, outputs["log_probs"].detach()
         behaviour, age, mask = columns["rollout_log_probs"], columns["updates_behind"], columns["response_mask"]
         proximal = interpolated_policy(log_probs, behaviour, age, mask, self.correction)
-        made = {"old_log_probs": proximal.log_probs}
+        tensors = {"old_log_probs": proximal.log_probs}
         if proximal.weights is not None:
-            made["rollout_is_weights"] = proximal.weights
-        loss, metrics = self.loss(outputs, micro_batch | DataProto.from_dict(tensors=made), totals)
+            tensors["rollout_is_weights"] = proximal.weights
+        loss, metrics = self.loss(outputs, micro_batch | DataProto.from_dict(tensors=tensors), totals)
         return loss, {**metrics, **over_tokens(proximal.metrics, mask)}
 
 
@@ -517,29 +517,29 @@ class PairLoss:
 
     rows_per_unit = 2
 
-    def mean(self, of_pairs: Tensor, totals: BatchTotals) -> Tensor:
+    def mean(self, pair_losses: Tensor, totals: BatchTotals) -> Tensor:
         """The mean over all pairs: the part of this micro-batch, times ``dp_size``."""
-        column, pairs = of_pairs.unsqueeze(-1), totals.global_batch_size // 2
+        column, pairs = pair_losses.unsqueeze(-1), totals.global_batch_size // 2
         mask = torch.ones_like(column)
         return agg_loss(column, mask, "seq-mean-token-sum", dp_size=totals.dp_size, global_batch_size=pairs)
 
-    def part_of_mean(self, of_pairs: Tensor, totals: BatchTotals) -> PartialSum:
+    def part_of_mean(self, values: Tensor, totals: BatchTotals) -> PartialSum:
         """The mean over all pairs as a metric: the part of this micro-batch."""
-        return PartialSum(of_pairs.detach().float().sum() / (totals.global_batch_size // 2))
+        return PartialSum(values.detach().float().sum() / (totals.global_batch_size // 2))
 
     def compared(self, losses: Tensor, rewards: Pairs, totals: BatchTotals) -> tuple[Tensor, dict[str, PartialSum]]:
         """Average the losses of the pairs, and compute metrics of how well ``rewards`` separate the two sides."""
         gap = (rewards.chosen - rewards.rejected).detach()
         # A tie counts half, the expected accuracy of guessing.
         right = (gap > 0).float() + 0.5 * (gap == 0).float()
-        of_pairs = {
+        pair_values = {
             "loss": losses,
             "accuracy": right,
             "margin": gap,
             "rewards/chosen": rewards.chosen,
             "rewards/rejected": rewards.rejected,
         }
-        metrics = {name: self.part_of_mean(values, totals) for name, values in of_pairs.items()}
+        metrics = {name: self.part_of_mean(values, totals) for name, values in pair_values.items()}
         return self.mean(losses, totals), metrics
 
 

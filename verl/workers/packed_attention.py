@@ -52,7 +52,7 @@ class Packing:
     """Ranks that each hold an equal part of the row (:mod:`verl.utils.ulysses`); None: this rank holds all of it."""
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device, keys: Packing | None = None) -> Packing:
+    def from_lengths(cls, lengths: list[int], device: torch.device, keys: Packing | None = None) -> Packing:
         """Make the packing for sequences of these lengths."""
         sums = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(tuple(lengths), to_device(sums, device), keys)
@@ -65,14 +65,19 @@ class Packing:
         None. That one's keys and values are copied, and autograd adds up the gradients of the copies.
         """
         if all(other is None for other in before):
-            return cls.of(lengths, device)
-        parts = [[i] if other is None else [other, i] for i, other in enumerate(before)]
-        keys = cls.of([sum(lengths[part] for part in chosen) for chosen in parts], device)
-        return replace(cls.of(lengths, device, keys), key_parts=tuple(part for chosen in parts for part in chosen))
+            return cls.from_lengths(lengths, device)
+        key_parts = [[i] if other is None else [other, i] for i, other in enumerate(before)]
+        keys = cls.from_lengths([sum(lengths[index] for index in indices) for indices in key_parts], device)
+        return replace(
+            cls.from_lengths(lengths, device, keys),
+            key_parts=tuple(index for indices in key_parts for index in indices),
+        )
 
     def followed_by(self, length: int, device: torch.device) -> Packing:
         """Return the packing of the row with one more sequence at its end, of at least one token."""
-        longer = Packing.of([*self.lengths, length], device, self.keys and self.keys.followed_by(length, device))
+        longer = Packing.from_lengths(
+            [*self.lengths, length], device, self.keys and self.keys.followed_by(length, device)
+        )
         parts = None if self.key_parts is None else (*self.key_parts, len(self.lengths))
         return replace(longer, key_parts=parts, group=self.group)
 
@@ -85,7 +90,7 @@ class Packing:
         """Largest number of keys of a sequence."""
         return max(self.lengths if self.keys is None else self.keys.lengths)
 
-    def of_keys(self, x: Tensor, dim: int) -> Tensor:
+    def lay_out_keys(self, x: Tensor, dim: int) -> Tensor:
         """Lay out keys or values of the row's tokens, along ``dim``, as ``keys`` says."""
         if self.key_parts is None:
             return x
@@ -158,16 +163,16 @@ def refuse_unsupported(
     module: nn.Module, how: str, attention_mask: Tensor | None, extras: Mapping[str, object]
 ) -> None:
     """Raise ConfigError if a layer needs what our attention lacks: sinks, a position bias, a mask, later tokens."""
-    wanted = [name for name in ("s_aux", "position_bias") if extras.get(name) is not None]
-    wanted += ["attention_mask"] if attention_mask is not None else []
-    wanted += [] if getattr(module, "is_causal", True) else ["attention to later tokens"]
-    if wanted:
-        raise ConfigError(f"{type(module).__name__} cannot run {how} (it needs {', '.join(wanted)}).")
+    unsupported = [name for name in ("s_aux", "position_bias") if extras.get(name) is not None]
+    unsupported += ["attention_mask"] if attention_mask is not None else []
+    unsupported += [] if getattr(module, "is_causal", True) else ["attention to later tokens"]
+    if unsupported:
+        raise ConfigError(f"{type(module).__name__} cannot run {how} (it needs {', '.join(unsupported)}).")
 
 
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
     """Attend over a whole packed row; (1, heads, tokens, head_dim) to (1, tokens, heads, head_dim)."""
-    key, value = packing.of_keys(key, 2), packing.of_keys(value, 2)
+    key, value = packing.lay_out_keys(key, 2), packing.lay_out_keys(value, 2)
     kernel = _varlen_kernel(query, value.shape[-1], rule)
     # Which query a GPU kernel takes for the last one depends on its version. A check of the model covers key_parts.
     is_checked = packing.keys is None or packing.key_parts is not None
@@ -240,7 +245,7 @@ def _varlen_kernel(query: Tensor, value_dim: int, rule: AttentionRule) -> Varlen
 
 @cache
 def _imports_flash_attn() -> bool:
-    """Whether FlashAttention 2 can be imported; version 4 is a package of the same name without its functions."""
+    """Return whether FlashAttention 2 can be imported; version 4 is a package of that name without its functions."""
     if find_spec("flash_attn") is None:
         return False
     try:

@@ -21,7 +21,7 @@ PADDED_ATTENTION = "verl_padded"
 
 @dataclass(frozen=True)
 class Padding:
-    """What is padding in rows that several ranks share."""
+    """Padding of rows that several ranks share."""
 
     real: Tensor
     """(bsz, length) bool, of whole rows: False for padding."""

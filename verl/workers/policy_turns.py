@@ -12,7 +12,7 @@ EARLIER_TURNS = "earlier_turns"
 
 
 def own_tokens(batch: DataProto) -> Tensor:
-    """Whether the policy wrote a token; (bsz, response_length) bool. Without ``response_mask`` it wrote all of them."""
+    """Return the mask of tokens that the policy wrote, (bsz, response_length) bool; all without ``response_mask``."""
     return compute_response_mask(batch).bool() & with_response_mask(batch).batch["response_mask"].bool()
 
 
@@ -23,7 +23,7 @@ def policy_turns(batch: DataProto) -> list[list[Tensor]]:
     """
     is_own = own_tokens(batch)
     earlier = batch.non_tensor_batch.get(EARLIER_TURNS, [()] * len(batch))
-    turns: list[list[Tensor]] = [list(of_row) for of_row in earlier]
+    turns: list[list[Tensor]] = [list(row_turns) for row_turns in earlier]
     responses = batch.batch["responses"].cpu()
     edges = torch.nn.functional.pad(is_own.to(torch.int8), (1, 1)).diff(dim=-1)  # 1 where a turn begins, -1 behind it
     starts, ends = (edges == 1).nonzero().tolist(), (edges == -1).nonzero().tolist()

@@ -111,10 +111,10 @@ class ProcessRecording:
             )
         folder = Path(plan.folder).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-        made: ProfilerTool = {"torch": TorchTool, "torch_memory": MemoryTool}[plan.tool](**plan.settings)
+        tool: ProfilerTool = {"torch": TorchTool, "torch_memory": MemoryTool}[plan.tool](**plan.settings)
         self.tool, self.step, self.roles = None, plan.step, [plan.role]
-        made.start(folder / f"step{plan.step}_{plan.role}_rank{rank}")
-        self.tool = made
+        tool.start(folder / f"step{plan.step}_{plan.role}_rank{rank}")
+        self.tool = tool
 
     def stop(self, role: str) -> None:
         """End the recording of a role; the last one writes the file."""
@@ -125,5 +125,5 @@ class ProcessRecording:
                 tool.stop()
 
 
-OF_PROCESS = ProcessRecording()
+process_recording = ProcessRecording()
 """The recording of this process."""

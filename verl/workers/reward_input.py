@@ -56,7 +56,7 @@ class RewardInput:
     vision: VisionConfig | None = None
 
     @classmethod
-    def of(cls, model: RewardModelModelConfig, max_length: int | None = None) -> RewardInput:
+    def from_config(cls, model: RewardModelModelConfig, max_length: int | None = None) -> RewardInput:
         """Build from ``reward_model.model``; only a different ``input_tokenizer`` makes translation necessary.
 
         Raises:
@@ -104,7 +104,7 @@ class RewardInput:
             lengths = torch.tensor([len(row) for row in rows])
             mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
         from_end = mask.flip(-1).cumsum(-1).flip(-1)  # (bsz, length): tokens from here to the end
-        whole = mask
+        full_mask = mask
         if self.max_length is not None:
             mask = mask * (from_end <= self.max_length)
         columns = {
@@ -116,7 +116,7 @@ class RewardInput:
         }
         if self.vision is None or not has_images(batch):
             return DataProto.from_dict(tensors=columns)
-        self._require_uncut(batch, whole)
+        self._require_uncut(batch, full_mask)
         with_images = torch.tensor([IMAGE_INPUTS[0] in row for row in batch.non_tensor_batch[COLUMN]])
         numbers = columns["position_ids"].unsqueeze(1).expand(-1, AXES, -1)  # those of texts, also of cut ones
         columns["position_ids"] = torch.where(with_images[:, None, None], batch.batch["position_ids"], numbers)
@@ -136,8 +136,8 @@ class RewardInput:
         # This needs the policy's response_mask: in the columns for the engine only the last token of a row has a 1.
         columns, rows = batch.batch, list(batch.non_tensor_batch[COLUMN])
         ids, mask = columns["input_ids"], columns["attention_mask"]
-        of_images = image_tokens(ids, mask, columns["response_mask"], rows, vision)
-        texts = vision.marked(ids) & mask.bool() & ~of_images
+        is_image = image_tokens(ids, mask, columns["response_mask"], rows, vision)
+        texts = vision.marked(ids) & mask.bool() & ~is_image
         images = np.empty(len(rows), dtype=object)
         for row_index, row in enumerate(rows):
             places = texts[row_index][mask[row_index].bool()].nonzero().flatten()
@@ -202,12 +202,12 @@ def _require_same_pixels(model: RewardModelModelConfig, policy_path: str) -> Non
             "on the policy's images, set reward_model.model.input_tokenizer=null."
         )
     for name in _PIXEL_SETTINGS:
-        of_reward_model, of_policy = (
+        reward_value, policy_value = (
             getattr(processor.image_processor, name, None) for processor in (reward_processor, policy_processor)
         )
-        if of_reward_model != of_policy:
+        if reward_value != policy_value:
             raise ConfigError(
-                f"reward_model.model.path={model.path}: its image processor has {name}={of_reward_model}, but that "
-                f"of the policy ({policy_path}), which computes the pixels, has {of_policy}. Use a reward model "
+                f"reward_model.model.path={model.path}: its image processor has {name}={reward_value}, but that "
+                f"of the policy ({policy_path}), which computes the pixels, has {policy_value}. Use a reward model "
                 "that was trained with the policy's image processor."
             )

@@ -47,23 +47,23 @@ class Choices:
         self._returned: dict[int, tuple[Tensor, Tensor]] = {}
         self._real = None if real is None else real.flatten().bool()
 
-    def add(self, router: int, logits: Tensor, chosen: Tensor) -> None:
+    def add(self, router: int, logits: Tensor, expert_ids: Tensor) -> None:
         """Keep what a router returned, (tokens, experts) and (tokens, experts per token), padding included."""
         # No operation here: gradient checkpointing would compute it again.
-        self._returned[router] = logits, chosen
+        self._returned[router] = logits, expert_ids
 
     def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the index, the logits and the choice of each router, without padding."""
-        for router, (logits, chosen) in sorted(self._returned.items()):
+        for router, (logits, expert_ids) in sorted(self._returned.items()):
             if self._real is None:
-                yield router, logits, chosen
+                yield router, logits, expert_ids
             else:
-                yield router, logits[self._real], chosen[self._real]
+                yield router, logits[self._real], expert_ids[self._real]
 
     @property
     def per_token(self) -> int:
         """Experts per token; 0 if no router returned its choice."""
-        return next((chosen.shape[-1] for _, chosen in self._returned.values()), 0)
+        return next((expert_ids.shape[-1] for _, expert_ids in self._returned.values()), 0)
 
     def stacked(self, model: nn.Module) -> Tensor:
         """Return the choices, (tokens, layers, experts per token), in the format in which they travel.
@@ -77,7 +77,7 @@ class Choices:
                 "repeat. Set actor.router_replay.mode=disabled."
             )
         dtype = choice_dtype(next(iter(self._returned.values()))[0].shape[-1])
-        return torch.stack([chosen for _, _, chosen in self], dim=1).to(dtype)
+        return torch.stack([expert_ids for _, _, expert_ids in self], dim=1).to(dtype)
 
 
 class Routers:
@@ -102,15 +102,15 @@ class Routers:
 
     @property
     def are_watched(self) -> bool:
-        """Whether what routers return is being recorded."""
+        """True while the results of routers are recorded."""
         return self._watched is not None
 
     def _hook(self, index: int) -> Callable[[nn.Module, object, object], None]:
         """Return a forward hook that records what router ``index`` chose."""
 
         def keep(router: nn.Module, inputs: object, output: Any) -> None:
-            if self._watched is not None and (chosen := _choice(output)) is not None:
-                self._watched.add(index, output[0], chosen)
+            if self._watched is not None and (expert_ids := _choice(output)) is not None:
+                self._watched.add(index, output[0], expert_ids)
 
         return keep
 
@@ -118,21 +118,21 @@ class Routers:
         def forward(*args: object, **kwargs: object) -> object:
             if self._replayed is None:
                 return original(*args, **kwargs)
-            wanted = self._replayed[:, index]
-            with _Chosen(wanted, _experts(self._routers[index])):
+            replayed_ids = self._replayed[:, index]
+            with _ReplayedTopK(replayed_ids, _experts(self._routers[index])):
                 output = original(*args, **kwargs)
             if not self._is_checked:
-                self._check(self._routers[index], _choice(output), wanted)
+                self._check(self._routers[index], _choice(output), replayed_ids)
             return output
 
         return forward
 
-    def _check(self, router: nn.Module, chosen: Tensor | None, wanted: Tensor) -> None:
-        known = wanted != unknown(wanted.dtype)
+    def _check(self, router: nn.Module, actual: Tensor | None, replayed_ids: Tensor) -> None:
+        is_known = replayed_ids != unknown(replayed_ids.dtype)
         if (
-            chosen is None
-            or chosen.shape != wanted.shape
-            or not torch.equal(chosen[known], wanted[known].to(chosen.dtype))
+            actual is None
+            or actual.shape != replayed_ids.shape
+            or not torch.equal(actual[is_known], replayed_ids[is_known].to(actual.dtype))
         ):
             raise ConfigError(
                 f"{type(router).__name__} does not choose its experts by torch.topk over all of them, so that their "
@@ -177,20 +177,20 @@ class Routers:
 
 def _choice(output: object) -> Tensor | None:
     """Return the chosen experts in what a router returned, if it says them."""
-    chosen = output[-1] if isinstance(output, tuple) else None
-    return chosen if isinstance(chosen, Tensor) and not chosen.is_floating_point() else None
+    expert_ids = output[-1] if isinstance(output, tuple) else None
+    return expert_ids if isinstance(expert_ids, Tensor) and not expert_ids.is_floating_point() else None
 
 
 def _experts(router: nn.Module) -> int:
     return int(getattr(router, "num_experts", 0) or router.get_parameter("weight").shape[0])
 
 
-class _Chosen(TorchFunctionMode):
+class _ReplayedTopK(TorchFunctionMode):
     """Context in which ``torch.topk`` over experts takes the given ones where they are known."""
 
-    def __init__(self, wanted: Tensor, experts: int) -> None:
+    def __init__(self, replayed_ids: Tensor, experts: int) -> None:
         super().__init__()
-        self._wanted, self._experts = wanted, experts
+        self._replayed_ids, self._experts = replayed_ids, experts
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict | None = None
@@ -200,8 +200,8 @@ class _Chosen(TorchFunctionMode):
             return result
         scores, (_, indices) = args[0], result
         # Routers that choose among groups of experts first call it with other shapes.
-        if scores.shape != (len(self._wanted), self._experts) or indices.shape != self._wanted.shape:
+        if scores.shape != (len(self._replayed_ids), self._experts) or indices.shape != self._replayed_ids.shape:
             return result
-        known = self._wanted != unknown(self._wanted.dtype)
-        chosen = torch.where(known, self._wanted.to(indices.dtype), indices)
-        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+        is_known = self._replayed_ids != unknown(self._replayed_ids.dtype)
+        expert_ids = torch.where(is_known, self._replayed_ids.to(indices.dtype), indices)
+        return torch.return_types.topk((scores.gather(-1, expert_ids), expert_ids))

@@ -49,7 +49,7 @@ class Siblings:
     """Tokens of each row's response."""
 
     @classmethod
-    def of(cls, batch: DataProto) -> Siblings:
+    def from_batch(cls, batch: DataProto) -> Siblings:
         """Find the siblings among the rows of a batch, with the columns of :func:`same_prompts`."""
         mask = batch.batch["attention_mask"]
         width = mask.shape[1] - batch.batch["response_mask"].shape[1]

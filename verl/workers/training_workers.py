@@ -29,7 +29,7 @@ class TrainingWorker(EngineWorker):
 
     model_type = "language_model"
     outputs: ClassVar[set[str]] = {"log_probs"}
-    """What :meth:`infer_batch` computes."""
+    """Outputs that :meth:`infer_batch` computes."""
 
     def __init__(self, config: SupervisedConfig, device_name: str | None = None) -> None:
         super().__init__(config.checkpoint, device_name)

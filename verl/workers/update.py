@@ -22,7 +22,7 @@ from verl.workers.engine.non_finite import NonFinite
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """How one batch is divided into optimizer steps."""
+    """Division of one batch into optimizer steps."""
 
     mini_batch_size: int
     """Sequences per rank and optimizer step, unless the batch names other sizes."""
@@ -115,7 +115,7 @@ def prepared_again(part: DataProto, engine: BaseEngine, plan: UpdatePlan, config
     return replace_columns(part, DataProto.from_dict(tensors={name: column[rows] for name, column in prepared.items()}))
 
 
-_OF_ENGINE = {"grad_norm", "skipped_steps", "loss_scale"}
+_ENGINE_METRICS = {"grad_norm", "skipped_steps", "loss_scale"}
 
 
 @dataclass
@@ -139,7 +139,9 @@ class OptimizerSteps:
         self.reports.append(report)
         if expert_counts is not None:
             self.expert_counts = expert_counts if self.expert_counts is None else self.expert_counts + expert_counts
-        self.problems += [one if one.row is None else replace(one, row=rows[one.row]) for one in non_finite]
+        self.problems += [
+            problem if problem.row is None else replace(problem, row=rows[problem.row]) for problem in non_finite
+        ]
 
     def metrics(self, prefix: str, lr: float) -> Metrics:
         """Reduce the metrics of all steps.
@@ -154,12 +156,12 @@ class OptimizerSteps:
             ``{prefix}/lr``; in fp16 the last ``{prefix}/loss_scale``.
         """
         metrics: Metrics = {}
-        for name in sorted({key for report in self.reports for key in report} - _OF_ENGINE):
+        for name in sorted({key for report in self.reports for key in report} - _ENGINE_METRICS):
             values = [report[name] for report in self.reports if name in report]
             is_extreme = name.endswith(("_max", "_min"))
             metrics[name] = extreme(name, values) if is_extreme else sum(values) / len(values)
-        taken = [report["grad_norm"] for report in self.reports if not report["skipped_steps"]]
-        metrics[f"{prefix}/grad_norm"] = sum(taken) / len(taken) if taken else math.nan
+        grad_norms = [report["grad_norm"] for report in self.reports if not report["skipped_steps"]]
+        metrics[f"{prefix}/grad_norm"] = sum(grad_norms) / len(grad_norms) if grad_norms else math.nan
         metrics[f"{prefix}/skipped_steps"] = sum(report["skipped_steps"] for report in self.reports)
         metrics[f"{prefix}/lr"] = lr
         if "loss_scale" in self.reports[-1]:

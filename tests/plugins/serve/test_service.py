@@ -283,7 +283,7 @@ def test_samples_are_those_of_their_weights_and_seeds(service):
 
 def test_an_adapter_that_overflows_harms_no_other():
     """Rows 0 and 1 of A are of slot 0, rows 2 and 3 of slot 1, whose product is infinite."""
-    engine = SimpleNamespace(_of_tokens=torch.tensor([[2.0, 2.0, 0.0, 0.0]]))
+    engine = SimpleNamespace(_token_factors=torch.tensor([[2.0, 2.0, 0.0, 0.0]]))
     output = torch.tensor([[1.0, 3.0, float("inf"), float("nan")]])
     selected = AdapterSlotsEngine._select(cast(Any, engine), nn.Identity(), (), output)
     assert selected is not None

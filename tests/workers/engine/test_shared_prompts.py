@@ -101,7 +101,7 @@ def test_odd_rows_and_passes_that_do_not_fit(layout, tmp_path):
     batch = DataProto.concat([batch, batch.select_idxs([2, 4])])  # padding of ranks repeats rows
     columns = batch.batch
     columns["response_mask"][-2:] = 0
-    assert len(Siblings.of(batch).groups) == 3
+    assert len(Siblings.from_batch(batch).groups) == 3
     engine, apart = make_engine(path), make_engine(path)
     whole = MicroBatchConfig()
     batch = with_log_probs_of(batch, apart.infer_batch(batch, {"log_probs"}, whole)["log_probs"])

@@ -60,7 +60,7 @@ class Trainer(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def transfer_facts(self) -> RankFacts:
-        return RankFacts.of_this_process({})
+        return RankFacts.from_this_process({})
 
     def serve_transfer_store(self, host: str) -> int:
         return self.sender.serve_store(host)
@@ -91,7 +91,7 @@ class Sampler(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def transfer_facts(self) -> RankFacts:
-        return RankFacts.of_this_process(self.received.digests)
+        return RankFacts.from_this_process(self.received.digests)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, plan: TransferPlan, version: int) -> None:

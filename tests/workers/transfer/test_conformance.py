@@ -26,7 +26,7 @@ def config_of(backend: str) -> CheckpointEngineConfig:
 
 def transfer_of(backend: str) -> WeightTransfer:
     rollout = RolloutConfig(checkpoint_engine=config_of(backend))
-    return WeightTransfer.of(ActorRolloutRefConfig(model=HFModelConfig(path="none"), rollout=rollout))
+    return WeightTransfer.from_config(ActorRolloutRefConfig(model=HFModelConfig(path="none"), rollout=rollout))
 
 
 class Groups(NamedTuple):

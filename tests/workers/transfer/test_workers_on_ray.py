@@ -64,7 +64,7 @@ def test_the_engine_has_the_trained_bits(ray_cluster, tmp_path, backend):
     )
     trainers.init_model()
     samplers.init_model()
-    transfer = WeightTransfer.of(config)
+    transfer = WeightTransfer.from_config(config)
     seen = []
     for version in (1, 2, 3):
         trainers.execute_all_sync("change", version)

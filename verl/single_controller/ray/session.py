@@ -46,7 +46,7 @@ def prepare_for_batches() -> None:
     A full garbage collection looks at every row and every result of a call that is alive. By default their number in a
     step grows with the ranks, and so does the time of each.
     """
-    keep_freed_memory(of_any_size=True)
+    keep_freed_memory(all_sizes=True)
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, max(old, FULL_COLLECTIONS))
 

@@ -21,7 +21,7 @@ from verl.scorers import FORMATS, check_settings, default_compute_score, scorer_
 from verl.scorers.code import code_settings
 from verl.trainer.config.load import load_config
 from verl.workers.reward_manager import AbstractRewardManager, NaiveRewardManager, get_reward_manager_cls
-from verl.workers.reward_manager.function import OF_JUDGE, form_of
+from verl.workers.reward_manager.function import JUDGE_PARAMETERS, form_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ def get_custom_reward_fn(config: PPOConfig | Mapping[str, object]) -> Callable[.
     function = load_object(chosen.path, chosen.name, "custom_reward_function.path", "custom_reward_function.name")
     if not callable(function):
         raise ConfigError(f"custom_reward_function.name='{chosen.name}' is {type(function).__name__}, not a function.")
-    judge = dict.fromkeys(_named(function, OF_JUDGE)) if config.judge is not None else {}
+    judge = dict.fromkeys(_named(function, JUDGE_PARAMETERS)) if config.judge is not None else {}
     form_of(function, chosen.reward_kwargs | config.reward_model.scorer_kwargs | judge)
     return functools.partial(function, **chosen.reward_kwargs)
 
@@ -70,8 +70,8 @@ def load_reward_manager(
             of rewards and data are checked.
         tokenizer: tokenizer of the policy.
         num_examine: how many samples of each data source to log in every call.
-        reward_kwargs: further arguments of the manager; they override the configuration's. Those of :data:`OF_JUDGE`
-            go to the function and to the manager, if these name them.
+        reward_kwargs: further arguments of the manager; they override the configuration's. Those of
+            :data:`JUDGE_PARAMETERS` go to the function and to the manager, if these name them.
 
     Raises:
         ConfigError: a name is unknown, a file is missing, the function has none of the forms, or there is a judge that
@@ -79,7 +79,7 @@ def load_reward_manager(
         UnknownDataSourceError: no scorer is called ``reward_format``.
     """
     config = _typed(config, _OF_MANAGER)
-    judge = {name: reward_kwargs.pop(name) for name in OF_JUDGE if name in reward_kwargs}
+    judge = {name: reward_kwargs.pop(name) for name in JUDGE_PARAMETERS if name in reward_kwargs}
     scorer_kwargs = _judge_of_run(config, judge) | config.reward_model.scorer_kwargs
     function = _reward_function(config, scorer_kwargs)
     asked = {name: judge[name] for name in _named(function, judge) if config.custom_reward_function.path}

@@ -66,7 +66,7 @@ def repeated_prompts(batch: DataProto, sizes: Sequence[int]) -> list[int]:
     ends = list(accumulate(sizes))
     parts = [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
     read = batch.select(batch_keys=list(ACTOR_COLUMNS))
-    return [length for part in parts for length in Siblings.of(read.select_idxs(part)).repeated()]
+    return [length for part in parts for length in Siblings.from_batch(read.select_idxs(part)).repeated()]
 
 
 def apply_kl_penalty(data: DataProto, kl_ctrl: KLController, kl_penalty: str = "kl") -> tuple[DataProto, Metrics]:

@@ -250,7 +250,7 @@ class PPOTrainer(TrainingLoop):
         self.response_source = ResponseSource(config, tokenizer, processor, self._experience_workers, judge)
         self.scorer = Scorer(config, self._experience_workers, judge)
         self._sampling_thread = SerialThread("sampling")
-        self._weight_transfer = WeightTransfer.of(config.actor_rollout_ref)
+        self._weight_transfer = WeightTransfer.from_config(config.actor_rollout_ref)
         self.validation_order = self.own_draws()
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self._plan_steps()

@@ -42,7 +42,7 @@ class RewardTensor(torch.Tensor):
     __torch_function__ = torch.nn.Parameter.__torch_function__  # type: ignore[assignment]
 
     @classmethod
-    def of(cls, result: Result) -> RewardTensor:
+    def from_result(cls, result: Result) -> RewardTensor:
         """Join the two parts of a result."""
         scores = result["reward_tensor"].as_subclass(cls)
         scores.extra_info = result["reward_extra_info"]

@@ -31,20 +31,20 @@ class OverlongBuffer:
     """Number of tokens below the longest response over which the penalty grows from 0 to ``penalty_factor``."""
     penalty_factor: float = 1.0
     log: bool = False
-    """Whether to report the penalty of each sample."""
+    """Report the penalty of each sample."""
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any] | None, max_resp_len: int | None) -> OverlongBuffer:
+    def from_settings(cls, settings: Mapping[str, Any] | None, max_resp_len: int | None) -> OverlongBuffer:
         """Read and check the settings.
 
         Raises:
             ConfigError: one is unknown or out of its bounds.
         """
         configured = {name: value for name, value in (settings or {}).items() if value is not None}
-        known = list(cls.__dataclass_fields__)
-        if unknown := [name for name in configured if name not in known]:
-            hint = suggest(unknown[0], known)
-            raise ConfigError(f"{KEY}.{unknown[0]} is unknown.{hint} There are {', '.join(known)}.")
+        names = list(cls.__dataclass_fields__)
+        if unknown := [name for name in configured if name not in names]:
+            hint = suggest(unknown[0], names)
+            raise ConfigError(f"{KEY}.{unknown[0]} is unknown.{hint} There are {', '.join(names)}.")
         buffer = cls(**configured)
         if not buffer.enable:
             return buffer
@@ -89,7 +89,7 @@ class DAPORewardManager(NaiveRewardManager):
         overlong_buffer_cfg: Mapping[str, object] | None = None,
         **settings: Any,
     ) -> None:
-        self.overlong_buffer_cfg = OverlongBuffer.of(overlong_buffer_cfg, max_resp_len)
+        self.overlong_buffer_cfg = OverlongBuffer.from_settings(overlong_buffer_cfg, max_resp_len)
         self.max_resp_len = max_resp_len or 0
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **settings)
 

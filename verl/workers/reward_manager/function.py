@@ -48,7 +48,7 @@ SAMPLE_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info"
 TEXTS_PARAMETERS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 Form = Literal["sample", "texts", "batch"]
 
-OF_JUDGE = ("reward_router_address", "reward_model_tokenizer")
+JUDGE_PARAMETERS = ("reward_router_address", "reward_model_tokenizer")
 """Arguments that reward functions and managers get that name them, if the run has a judge: the address of its endpoint
 (``127.0.0.1:PORT``), and its tokenizer."""
 BATCH_TIMES = 10
@@ -74,15 +74,15 @@ class RewardBatch(DataProto):
     """Argument of a per-batch reward function: a ``DataProto`` with decoded texts."""
 
     responses: list[str]
-    """What the policy wrote in each response, without special tokens; see
+    """Text that the policy wrote in each response, without special tokens; see
     :class:`verl.workers.reward_manager.texts.ResponseTexts`."""
     ground_truth_answers: list[object]
     """Ground truth of each sample, None if the data has none."""
     extra_infos: list[dict[str, object]]
-    """What functions of the other forms get as ``extra_info``."""
+    """Values that functions of the other forms get as ``extra_info``."""
 
     @classmethod
-    def of(cls, data: DataProto, samples: Sequence[RewardSample]) -> RewardBatch:
+    def from_samples(cls, data: DataProto, samples: Sequence[RewardSample]) -> RewardBatch:
         """Add texts, ground truths and what is known beside them to a batch."""
         batch = cls(batch=data.batch, non_tensor_batch=data.non_tensor_batch, meta_info=data.meta_info)
         batch.responses = [sample.solution_str for sample in samples]
@@ -132,7 +132,7 @@ def form_of(function: Callable[..., object], bound: Mapping[str, object]) -> For
     required = {n for n in named if parameters[n].default is inspect.Parameter.empty}
     missing = sorted(required - passed)
     if form != "batch":
-        missing = [name for name in missing if name in OF_JUDGE]  # others are columns of the data
+        missing = [name for name in missing if name in JUDGE_PARAMETERS]  # others are columns of the data
     if missing:
         raise ConfigError(
             f"the reward function {shown} needs {', '.join(missing)}, which it does not receive. {FORMS} Pass "
@@ -162,7 +162,7 @@ class RowParameters:
     shown: str = ""
 
     @classmethod
-    def of(cls, function: Callable[..., object], form: Form, bound: Mapping[str, object]) -> RowParameters:
+    def from_function(cls, function: Callable[..., object], form: Form, bound: Mapping[str, object]) -> RowParameters:
         """Read the parameters of a function; verl's scorers and functions of a ``DataProto`` have none.
 
         Args:
@@ -172,14 +172,20 @@ class RowParameters:
         """
         if form == "batch" or source_of(function) is not None or unwrapped(function) is default_compute_score:
             return cls()
-        known = {*SAMPLE_PARAMETERS, *TEXTS_PARAMETERS, *OF_JUDGE, *bound, *getattr(function, "keywords", {})}
+        supplied = {
+            *SAMPLE_PARAMETERS,
+            *TEXTS_PARAMETERS,
+            *JUDGE_PARAMETERS,
+            *bound,
+            *getattr(function, "keywords", {}),
+        }
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         parameters = [p for p in inspect.signature(function).parameters.values() if p.kind in by_name]
         required = {p.name for p in parameters if p.default is p.empty}
-        others = [p.name for p in parameters if p.name not in known]
+        names = [p.name for p in parameters if p.name not in supplied]
         return cls(
-            tuple(name for name in others if name in required),
-            tuple(name for name in others if name not in required),
+            tuple(name for name in names if name in required),
+            tuple(name for name in names if name not in required),
             bool({"ground_truth", "ground_truths"} & required - {*bound}),
             f"{getattr(unwrapped(function), '__name__', function)}{inspect.signature(function)}",
         )
@@ -213,8 +219,8 @@ class RowParameters:
                 "does without."
             )
 
-    def of_rows(self, columns: Collection[str]) -> list[str]:
-        """Return the parameters that get a column."""
+    def available(self, columns: Collection[str]) -> list[str]:
+        """Return the parameters that one of ``columns`` is given to."""
         return [*self.required, *(name for name in self.optional if name in columns)]
 
 
@@ -245,15 +251,15 @@ class RewardFunction:
         limits: Sequence[RateLimit] = (),
     ) -> None:
         self.form = form_of(function, kwargs)
-        self.of_rows = RowParameters.of(function, self.form, kwargs)
+        self.row_parameters = RowParameters.from_function(function, self.form, kwargs)
         self.max_concurrent = max_concurrent
         budget = budget or Budget()
         self.batch_timeout_s = batch_timeout_s or BATCH_TIMES * budget.timeout_s
         parameters = inspect.signature(function).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self._wanted = [name for name in (*SAMPLE_PARAMETERS, *TEXTS_PARAMETERS) if name in parameters]
+        self._data_parameters = [name for name in (*SAMPLE_PARAMETERS, *TEXTS_PARAMETERS) if name in parameters]
         if takes_any:
-            self._wanted = list(SAMPLE_PARAMETERS if self.form == "sample" else TEXTS_PARAMETERS)
+            self._data_parameters = list(SAMPLE_PARAMETERS if self.form == "sample" else TEXTS_PARAMETERS)
         call = functools.partial(function, **kwargs)
         if self.form == "batch":
             call = functools.partial(_call_on_batch, call)
@@ -283,8 +289,8 @@ class RewardFunction:
 
     @property
     def takes_extra_info(self) -> bool:
-        """Whether the function gets the column ``extra_info``, with more in it."""
-        return bool({"extra_info", "extra_infos"} & {*self._wanted})
+        """True if the function gets ``extra_info``: the data's column with further entries."""
+        return bool({"extra_info", "extra_infos"} & {*self._data_parameters})
 
     def score_samples(self, samples: Sequence[RewardSample]) -> list[Score]:
         """Score samples with a function of samples or of texts and wait; a failure is the status of its samples.
@@ -335,20 +341,20 @@ class RewardFunction:
 
     def _texts_call(self, samples: Sequence[RewardSample]) -> dict[str, Any]:
         attributes: dict[str, str] = dict(zip(TEXTS_PARAMETERS, SAMPLE_PARAMETERS, strict=True))
-        named = {name: [getattr(sample, attributes[name]) for sample in samples] for name in self._wanted}
+        named = {name: [getattr(sample, attributes[name]) for sample in samples] for name in self._data_parameters}
         return named | {name: [sample.columns.get(name) for sample in samples] for name in self._columns(samples)}
 
     def _arguments(self, sample: RewardSample) -> dict[str, object]:
-        named = {name: getattr(sample, name) for name in self._wanted}
+        named = {name: getattr(sample, name) for name in self._data_parameters}
         columns = {name: sample.columns[name] for name in self._columns([sample])}
-        optional = self.of_rows.optional
+        optional = self.row_parameters.optional
         return named | {name: value for name, value in columns.items() if value is not None or name not in optional}
 
     def _columns(self, samples: Sequence[RewardSample]) -> list[str]:
         """Parameters that get a column; all rows of a batch have the same columns."""
         columns = samples[0].columns if samples else {}
-        self.of_rows.check(columns)
-        return self.of_rows.of_rows(columns)
+        self.row_parameters.check(columns)
+        return self.row_parameters.available(columns)
 
     def warm_up(self) -> None:
         """Start the processes, without waiting for them."""
@@ -384,7 +390,7 @@ def _texts_scores(result: CallResult, size: int) -> list[Score]:
 
 
 def _call_on_batch(function: Callable[..., object], data: DataProto, samples: Sequence[RewardSample]) -> object:
-    return function(data=RewardBatch.of(data, samples))
+    return function(data=RewardBatch.from_samples(data, samples))
 
 
 def _kind(source: str) -> Kind:

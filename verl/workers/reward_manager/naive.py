@@ -38,7 +38,7 @@ from verl.workers.reward_manager.abstract import (
     single_score,
 )
 from verl.workers.reward_manager.function import Form, RewardFunction, RewardSample, tensors_of
-from verl.workers.reward_manager.scores import Score, Scores, extra_info, placed, token_scores
+from verl.workers.reward_manager.scores import Score, Scores, extra_info, place_scores, token_scores
 from verl.workers.reward_manager.texts import ResponseTexts, response_texts
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OF_RUN = ("prompt", "raw_prompt", "uid", "index")
+RUN_COLUMNS = ("prompt", "raw_prompt", "uid", "index")
 """Columns that a run adds to those of the data, for functions that name them; ``prompt`` has the messages."""
 
 
@@ -167,19 +167,19 @@ class NaiveRewardManager(AbstractRewardManager):
 
     def _check_row_parameters(self, dataset: RLHFDataset) -> None:
         """Check that a function of the user's own gets what its parameters ask of the rows."""
-        wanted = self.function.of_rows
-        wanted.check([*(name for name in dataset.columns if name not in dataset.images.keys), *OF_RUN])
-        for name in wanted.required:
+        parameters = self.function.row_parameters
+        parameters.check([*(name for name in dataset.columns if name not in dataset.images.keys), *RUN_COLUMNS])
+        for name in parameters.required:
             if name in dataset.columns:
                 self._refuse_empty(dataset, name)
         columns = zip(dataset.source_column("reward_model"), dataset.source_column("ground_truth"), strict=True)
         truths = [row_truth(*values) for values in columns]
-        wanted.check_truths(truths, dataset.columns)
+        parameters.check_truths(truths, dataset.columns)
         empty = [item for item, truth in enumerate(truths) if truth is None]
-        if wanted.needs_truth and empty:
+        if parameters.needs_truth and empty:
             logger.warning(
                 "%d of %d rows have no ground truth; the first is %s. The reward function %s gets None for them.",
-                len(empty), len(dataset), dataset.place(empty[0]), wanted.shown,
+                len(empty), len(dataset), dataset.place(empty[0]), parameters.shown,
             )  # fmt: skip
 
     def _refuse_empty(self, dataset: RLHFDataset, name: str) -> None:
@@ -187,8 +187,8 @@ class NaiveRewardManager(AbstractRewardManager):
         if empty := [item for item, value in enumerate(dataset.source_column(name)) if value is None]:
             raise DataError(
                 f"{len(empty)} of {len(dataset)} rows have no value in the column {name}, which the reward function "
-                f"{self.function.of_rows.shown} needs; the first is {dataset.place(empty[0])}. Complete these rows, "
-                f"leave them out, or give the parameter {name} a default."
+                f"{self.function.row_parameters.shown} needs; the first is {dataset.place(empty[0])}. Complete these "
+                f"rows, leave them out, or give the parameter {name} a default."
             )
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Result:
@@ -199,11 +199,11 @@ class NaiveRewardManager(AbstractRewardManager):
             SchemaError: the batch lacks a column.
         """
         result = self.start(data).result()
-        return result if return_dict else RewardTensor.of(result)
+        return result if return_dict else RewardTensor.from_result(result)
 
     @property
     def scores_single_samples(self) -> bool:
-        """Whether the function takes one sample, so that samples may be scored before their batch is complete."""
+        """True if the function takes one sample, so that samples may be scored before their batch is complete."""
         return self.function.form == "sample"
 
     def start(self, data: DataProto, is_part: bool = False) -> Deferred[Result]:
@@ -263,7 +263,7 @@ class NaiveRewardManager(AbstractRewardManager):
             scored = self.function.submit_samples(samples, self.tokens(samples)).map(Scores)
         else:
             scored = self.function.submit_batch(data, samples)
-        return scored.map(lambda scores: self.shaped(data, placed(scores, tensors["response_mask"])))
+        return scored.map(lambda scores: self.shaped(data, place_scores(scores, tensors["response_mask"])))
 
     def _result(self, scores: Scores) -> Result:
         return {"reward_tensor": scores.tokens, "reward_extra_info": extra_info(scores.samples)}
@@ -279,10 +279,10 @@ class NaiveRewardManager(AbstractRewardManager):
         sources = columns.get(self.reward_fn_key, ["unknown"] * len(data))
         uids = columns.get("uid", [f"row {row}" for row in rows])
         nothing = [None] * len(data)
-        of_rows = zip(columns.get("reward_model", nothing), columns.get("ground_truth", nothing), strict=True)
-        truths = [row_truth(*values) for values in of_rows]
+        truth_columns = zip(columns.get("reward_model", nothing), columns.get("ground_truth", nothing), strict=True)
+        truths = [row_truth(*values) for values in truth_columns]
         extras = self._extra_infos(data, texts)
-        named = self.function.of_rows
+        named = self.function.row_parameters
         columns_given = self._named_columns(data)
         if "raw_prompt" in columns and "prompt" in (*named.required, *named.optional):
             columns_given.setdefault("prompt", columns["raw_prompt"])
@@ -299,7 +299,7 @@ class NaiveRewardManager(AbstractRewardManager):
         ]
 
     def _named_columns(self, data: DataProto) -> dict[str, np.ndarray]:
-        named, columns = self.function.of_rows, data.non_tensor_batch
+        named, columns = self.function.row_parameters, data.non_tensor_batch
         return {name: columns[name] for name in (*named.required, *named.optional) if name in columns}
 
     def columns_read(self, data: DataProto) -> dict[str, list]:
@@ -325,8 +325,8 @@ class NaiveRewardManager(AbstractRewardManager):
             beside["rollout_reward_scores"] = columns["reward_scores"].tolist()
         if "rm_scores" in tensors.keys():
             beside["rm_score"] = tensors["rm_scores"].sum(-1, dtype=torch.float64).tolist()
-        of_calls = ("tool_rewards", "tool_call_counts", "tool_failures")
-        beside |= {name: columns[name].tolist() for name in of_calls if name in columns}
+        names = ("tool_rewards", "tool_call_counts", "tool_failures")
+        beside |= {name: columns[name].tolist() for name in names if name in columns}
         for name, values in beside.items():
             for info, value in zip(extras, values, strict=True):
                 info[name] = value

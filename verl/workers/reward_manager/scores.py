@@ -104,8 +104,8 @@ def token_scores(scores: torch.Tensor, response_mask: torch.Tensor, present: tor
         present: 1 on all tokens of the response, by default the same. Scores of tokens that the policy did not draw are
             moved by :func:`on_drawn_tokens`, others are left out.
     """
-    kept = torch.where((response_mask if present is None else present).bool(), scores, 0.0)
-    tokens = torch.where(response_mask.bool(), on_drawn_tokens(kept, response_mask), 0.0)
+    response_scores = torch.where((response_mask if present is None else present).bool(), scores, 0.0)
+    tokens = torch.where(response_mask.bool(), on_drawn_tokens(response_scores, response_mask), 0.0)
     checked = [checked_score(value) for value in row_scores(tokens)]
     ok = torch.tensor([score.error is None for score in checked], device=tokens.device)
     return Scores(checked, torch.where(ok.unsqueeze(-1), tokens, 0.0).float())
@@ -114,8 +114,8 @@ def token_scores(scores: torch.Tensor, response_mask: torch.Tensor, present: tor
 def on_drawn_tokens(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """Move each score to a token that the policy drew: the last before it, or the first if there is none before.
 
-    What knows no ``response_mask`` places a score on the last token of a response, which may be one of a tool, of a
-    user or of the chat template. Nothing is learned from such a token, so the score would be lost.
+    Code that knows no ``response_mask`` places a score on the last token of a response, which may be one of a tool, of
+    a user or of the chat template. Nothing is learned from such a token, so the score would be lost.
 
     Args:
         scores: (bsz, response_length).
@@ -128,12 +128,12 @@ def on_drawn_tokens(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.
     tensor([[3., 0., 0.],
             [0., 3., 0.]])
     """
-    drawn = response_mask.to(scores.device).bool()
-    places = torch.arange(drawn.shape[1], device=scores.device)
-    before = torch.where(drawn, places, -1).cummax(-1).values
-    first = drawn.long().argmax(-1, keepdim=True) if drawn.shape[1] else before
+    is_drawn = response_mask.to(scores.device).bool()
+    places = torch.arange(is_drawn.shape[1], device=scores.device)
+    before = torch.where(is_drawn, places, -1).cummax(-1).values
+    first = is_drawn.long().argmax(-1, keepdim=True) if is_drawn.shape[1] else before
     moved = torch.zeros_like(scores).scatter_add(1, torch.where(before >= 0, before, first), scores)
-    return torch.where(drawn.any(-1, keepdim=True), moved, scores)
+    return torch.where(is_drawn.any(-1, keepdim=True), moved, scores)
 
 
 def row_scores(tokens: torch.Tensor) -> list[float]:
@@ -174,7 +174,7 @@ def on_last_token(response_mask: torch.Tensor, scores: Sequence[float]) -> torch
     return (places == last) * torch.tensor(scores, dtype=torch.float32).unsqueeze(-1)
 
 
-def placed(scores: Scores, response_mask: torch.Tensor) -> Scores:
+def place_scores(scores: Scores, response_mask: torch.Tensor) -> Scores:
     """Place the scores on tokens, unless they are placed already.
 
     A score goes on the policy's last token, ``turn_scores`` on the last token of each of its turns, which are the

@@ -17,7 +17,7 @@ class ResponseTexts:
     """The texts of one response, without padding and special tokens."""
 
     solution_str: str
-    """What the policy wrote: its turns, joined by line breaks; or the answer that an agent program returned."""
+    """Text of the policy: its turns, joined by line breaks; or the answer that an agent program returned."""
     last_turn_str: str
     """The last turn of the policy; empty if it has none."""
     conversation_str: str
@@ -37,19 +37,23 @@ def response_texts(data: DataProto, tokenizer: object) -> list[ResponseTexts]:
         tokenizer: the policy's.
     """
     turns = policy_turns(data)
-    decoded = iter(_decoded(tokenizer, [turn for of_row in turns for turn in of_row]))
-    spoken = [[next(decoded) for _ in of_row] for of_row in turns]
+    decoded = iter(_decoded(tokenizer, [turn for row_turns in turns for turn in row_turns]))
+    spoken = [[next(decoded) for _ in row_turns] for row_turns in turns]
     present = compute_response_mask(data).bool().cpu()
     responses = data.batch["responses"].cpu()
     # Most responses are one turn, whose text is known.
-    mixed = [row for row, of_row in enumerate(turns) if len(of_row) != 1 or len(of_row[0]) != int(present[row].sum())]
-    whole = dict(zip(mixed, _decoded(tokenizer, [responses[row][present[row]] for row in mixed]), strict=True))
+    mixed = [
+        row
+        for row, row_turns in enumerate(turns)
+        if len(row_turns) != 1 or len(row_turns[0]) != int(present[row].sum())
+    ]
+    full_texts = dict(zip(mixed, _decoded(tokenizer, [responses[row][present[row]] for row in mixed]), strict=True))
     answers = data.non_tensor_batch.get("agent_answer", [None] * len(data))
     return [
         ResponseTexts(
             "\n".join(texts) if answer is None else answer,
             texts[-1] if texts else "",
-            whole[row] if row in whole else texts[0],
+            full_texts[row] if row in full_texts else texts[0],
         )
         for row, (texts, answer) in enumerate(zip(spoken, answers, strict=True))
     ]

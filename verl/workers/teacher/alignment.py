@@ -63,17 +63,17 @@ class AlignedRows:
     """Rows in the tokens of the teacher, and where their spans end in the rows of the policy."""
 
     rows: DataProto
-    """What the teacher reads."""
+    """Rows that the teacher reads."""
     span_ends: Tensor
     """(bsz, response_length) int64: place of the last token of each policy token's span, or ``NO_SPAN``."""
     places: Tensor
     """(bsz, response_length of the teacher) int64: the same place, of each teacher token's span."""
 
-    def columns(self, of_teacher: DataProto) -> DataProto:
+    def columns(self, teacher: DataProto) -> DataProto:
         """Convert the teacher's columns to the tokens of the policy.
 
         Args:
-            of_teacher: ``teacher_logprobs`` and perhaps ``teacher_entropys`` of the teacher's tokens.
+            teacher: ``teacher_logprobs`` and perhaps ``teacher_entropys`` of the teacher's tokens.
 
         Returns:
             ``teacher_logprobs``, the log-prob of each span on its last token, 0 elsewhere; ``teacher_entropys``, on
@@ -83,20 +83,20 @@ class AlignedRows:
         is_aligned, ends = self.places >= 0, self.places.clamp_min(0)
 
         def sums(values: Tensor) -> Tensor:
-            of_spans = values.new_zeros(self.span_ends.shape)
-            return of_spans.scatter_add(1, ends, values.masked_fill(~is_aligned, 0))
+            zeros = values.new_zeros(self.span_ends.shape)
+            return zeros.scatter_add(1, ends, values.masked_fill(~is_aligned, 0))
 
-        in_span, of_tokens = self.span_ends >= 0, self.span_ends.clamp_min(0)
-        made = {
-            "teacher_logprobs": sums(of_teacher.batch["teacher_logprobs"]),
+        in_span, end_indices = self.span_ends >= 0, self.span_ends.clamp_min(0)
+        tensors = {
+            "teacher_logprobs": sums(teacher.batch["teacher_logprobs"]),
             "span_ends": self.span_ends,
             "distillation_mask": in_span.long(),
         }
-        if "teacher_entropys" in of_teacher.batch.keys():
-            entropys = of_teacher.batch["teacher_entropys"]
+        if "teacher_entropys" in teacher.batch.keys():
+            entropys = teacher.batch["teacher_entropys"]
             means = sums(entropys) / sums(torch.ones_like(entropys)).clamp_min(1)
-            made["teacher_entropys"] = means.gather(1, of_tokens).masked_fill(~in_span, 0)
-        return DataProto.from_dict(tensors=made)
+            tensors["teacher_entropys"] = means.gather(1, end_indices).masked_fill(~in_span, 0)
+        return DataProto.from_dict(tensors=tensors)
 
 
 class TextAlignment:
@@ -126,7 +126,7 @@ class TextAlignment:
         self._teacher_end = end_of_turn(teacher, setting)
 
     @classmethod
-    def of_teachers(cls, distillation: DistillationConfig, student: HFModelConfig) -> Mapping[str, TextAlignment]:
+    def for_teachers(cls, distillation: DistillationConfig, student: HFModelConfig) -> Mapping[str, TextAlignment]:
         """Return those of the teachers, by name, whose tokenizer is not the policy's."""
         teachers = tokenizers_by_text(distillation, student)
         if not teachers:
@@ -141,15 +141,15 @@ class TextAlignment:
     def response(self, ids: Sequence[int]) -> AlignedResponse:
         """Align one response of the policy."""
         has_end = bool(ids) and ids[-1] in self._end_ids
-        of_policy = texts_of_tokens(ids[:-1] if has_end else ids, self._policy, self._special)
-        text = "".join(piece for piece in of_policy if piece)
+        policy_texts = texts_of_tokens(ids[:-1] if has_end else ids, self._policy, self._special)
+        text = "".join(piece for piece in policy_texts if piece)
         # What the policy wrote is text, also where it has the name of one of the teacher's special tokens.
         teacher_ids = list(self.teacher(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
-        of_teacher = texts_of_tokens(teacher_ids, self.teacher, ())
-        composed = [piece and unicodedata.normalize("NFC", piece) for piece in of_policy]
-        if "".join(filter(None, composed)) == "".join(filter(None, of_teacher)):
-            of_policy = composed  # Qwen's tokenizers write U+2126, the ohm sign, as U+03A9
-        spans, teacher_spans = shared_spans(of_policy, of_teacher)
+        teacher_texts = texts_of_tokens(teacher_ids, self.teacher, ())
+        composed = [piece and unicodedata.normalize("NFC", piece) for piece in policy_texts]
+        if "".join(filter(None, composed)) == "".join(filter(None, teacher_texts)):
+            policy_texts = composed  # Qwen's tokenizers write U+2126, the ohm sign, as U+03A9
+        spans, teacher_spans = shared_spans(policy_texts, teacher_texts)
         if has_end:
             last = max(spans, default=NO_SPAN) + 1
             teacher_ids.append(self._teacher_end)
@@ -182,16 +182,18 @@ class TextAlignment:
             self.response(ids[keep].tolist()) for ids, keep in zip(columns["responses"].cpu(), learnt, strict=True)
         ]
         span_ends = torch.full(learnt.shape, NO_SPAN)
-        places = torch.full((len(batch), max([1, *(len(one.teacher_ids) for one in aligned)])), NO_SPAN)
-        for row, one in enumerate(aligned):
-            chosen = learnt[row].nonzero().flatten()
-            last = {span: int(place) for place, span in zip(chosen, one.policy_spans, strict=True)}
+        places = torch.full((len(batch), max([1, *(len(response.teacher_ids) for response in aligned)])), NO_SPAN)
+        for row, response in enumerate(aligned):
+            policy_places = learnt[row].nonzero().flatten()
+            last = {span: int(place) for place, span in zip(policy_places, response.policy_spans, strict=True)}
             last[NO_SPAN] = NO_SPAN
-            span_ends[row, chosen] = torch.tensor([last[span] for span in one.policy_spans], dtype=torch.long)
-            places[row, : len(one.teacher_spans)] = torch.tensor([last[span] for span in one.teacher_spans])
+            span_ends[row, policy_places] = torch.tensor(
+                [last[span] for span in response.policy_spans], dtype=torch.long
+            )
+            places[row, : len(response.teacher_spans)] = torch.tensor([last[span] for span in response.teacher_spans])
         pad = cast(int, self.teacher.pad_token_id or 0)
-        responses = pad_2d_list_to_length([one.teacher_ids for one in aligned], pad, places.shape[1])
-        counts = torch.tensor([len(one.teacher_ids) for one in aligned])
+        responses = pad_2d_list_to_length([response.teacher_ids for response in aligned], pad, places.shape[1])
+        counts = torch.tensor([len(response.teacher_ids) for response in aligned])
         mask = (torch.arange(places.shape[1]) < counts[:, None]).long()
         prompts, prompts_mask = columns["teacher_prompts"], columns["teacher_prompts_mask"]
         attention_mask = torch.cat([prompts_mask, mask], dim=1)
@@ -209,11 +211,11 @@ class TextAlignment:
 def spans_of_tokens(response_mask: Tensor) -> DataProto:
     """Return ``span_ends`` and ``distillation_mask`` of a teacher with the policy's tokens: a span is one token."""
     places = torch.arange(response_mask.shape[1], device=response_mask.device).expand_as(response_mask)
-    made = {
+    tensors = {
         "span_ends": places.masked_fill(~response_mask.bool(), NO_SPAN),
         "distillation_mask": response_mask.long(),
     }
-    return DataProto.from_dict(tensors=made)
+    return DataProto.from_dict(tensors=tensors)
 
 
 def shared_spans(policy: Sequence[str | None], teacher: Sequence[str | None]) -> tuple[list[int], list[int]]:
@@ -226,12 +228,12 @@ def shared_spans(policy: Sequence[str | None], teacher: Sequence[str | None]) ->
     sides = policy, teacher
     text, other = ("".join(piece or "" for piece in pieces) for pieces in sides)
     ends = [list(accumulate(len(piece or "") for piece in pieces)) for pieces in sides]
-    of_policy, of_teacher = (
+    policy_ends, teacher_ends = (
         {end for end, piece in zip(ends_of_side, pieces, strict=True) if piece}
         for ends_of_side, pieces in zip(ends, sides, strict=True)
     )
     same = common_prefix_length(text, other)
-    bounds = sorted(end for end in of_policy & of_teacher if end <= same)
+    bounds = sorted(end for end in policy_ends & teacher_ends if end <= same)
     dropped = {len(bounds)}  # what follows the last common end
     dropped |= {n for n, (start, end) in enumerate(pairwise([0, *bounds])) if _BROKEN in text[start:end]}
     numbers: list[list[int]] = []
@@ -261,7 +263,7 @@ def texts_of_tokens(
     ids in ``special``, which add nothing.
     """
     stream, core = DecodeStream(skip_special_tokens=False), tokenizer.backend_tokenizer
-    return [None if one in special else stream.step(core, one) or "" for one in ids]
+    return [None if token_id in special else stream.step(core, token_id) or "" for token_id in ids]
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -280,8 +282,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, setting: str) -> int:
     rendered = render(turns, tokenizer, setting)
     special = special_ids(tokenizer)
     after = encode(rendered[rendered.rindex(_PROBE) + len(_PROBE) :], tokenizer)
-    of_text = cast("int | None", tokenizer.eos_token_id)
-    end = next((one for one in after if one in special), of_text)
+    text_end = cast("int | None", tokenizer.eos_token_id)
+    end = next((token_id for token_id in after if token_id in special), text_end)
     if end is None:
         raise ConfigError(
             f"{setting}: its chat template ends no turn with a special token and its tokenizer has no end token, so "

@@ -51,7 +51,7 @@ class AveragedWeights:
         Weights in fp32 change places with the average, so that nothing is copied but one weight at a time; of weights
         in another format a copy is kept. Inside the context the average must neither be updated nor saved.
         """
-        exchanged, kept = set[str](), dict[str, torch.Tensor]()
+        exchanged, copies = set[str](), dict[str, torch.Tensor]()
         try:
             with torch.no_grad():
                 for name, weight, average in self._pairs():
@@ -59,7 +59,7 @@ class AveragedWeights:
                         _exchange(weight, average)
                         exchanged.add(name)
                     else:
-                        kept[name] = weight.clone()
+                        copies[name] = weight.clone()
                         weight.copy_(average)
             yield
         finally:  # also of an error between two weights, such as too little memory for a copy
@@ -67,8 +67,8 @@ class AveragedWeights:
                 for name, weight, average in self._pairs():  # which frees gathered copies of the average
                     if name in exchanged:
                         _exchange(weight, average)
-                    elif name in kept:
-                        weight.copy_(kept.pop(name))
+                    elif name in copies:
+                        weight.copy_(copies.pop(name))
 
     def _pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Iterate over names, this rank's part of the engine's weights, and that of the average."""

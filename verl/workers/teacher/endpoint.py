@@ -66,7 +66,7 @@ class EndpointTeacher:
         key = inference.api_key_env and env.secret(inference.api_key_env, f"{setting}.inference.api_key_env")
         self._where = f"{setting} at {inference.base_url}"
         self._model = teacher.model_path
-        self._known = len(tokenizer)
+        self._vocab_size = len(tokenizer)
         self._thread = LoopThread("teacher-endpoint")
         self._room = asyncio.Semaphore(inference.max_num_seqs)
         self._client: openai.AsyncOpenAI = openai.AsyncOpenAI(
@@ -131,7 +131,7 @@ class EndpointTeacher:
         places = choice.get("prompt_logprobs")
         if not isinstance(places, list):
             raise RolloutError(f"{self._where} gave no prompt_logprobs: {_shown(choice)}")
-        return scores_of_prompt(request, places, self._where, known=self._known)
+        return scores_of_prompt(request, places, self._where, vocab_size=self._vocab_size)
 
     def _echo(self, request: ScoreRequest) -> Body:
         return self._body(request) | {"echo": True, "logprobs": 1}
@@ -143,7 +143,7 @@ class EndpointTeacher:
         if not isinstance(values, list) or not end <= len(values) <= end + 1:  # with the token that is drawn
             raise RolloutError(f"{self._where} gave no log-prob for each of {end} tokens: {_shown(choice)}")
         scored = [math.nan if value is None else float(value) for value in values[request.start : end]]
-        return TokenScores.of(request, scored, [[] for _ in scored], self._where)
+        return TokenScores.from_report(request, scored, [[] for _ in scored], self._where)
 
     def _body(self, request: ScoreRequest) -> Body:
         return {"model": self._model, "prompt": request.token_ids, "max_tokens": 1, "temperature": 0}
@@ -166,10 +166,13 @@ class EndpointTeacher:
             texts: list[str | None] = []
 
             def read_with_texts(
-                asked: ScoreRequest, choice: Mapping[str, Any], read: Any = read, texts: list[str | None] = texts
+                score_request: ScoreRequest,
+                choice: Mapping[str, Any],
+                read: Any = read,
+                texts: list[str | None] = texts,
             ) -> TokenScores:
-                scores = read(asked, choice)
-                texts += _texts_of(asked, choice)
+                scores = read(score_request, choice)
+                texts += _texts_of(score_request, choice)
                 return scores
 
             try:

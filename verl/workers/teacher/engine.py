@@ -114,14 +114,14 @@ class TeacherEngineWorker(Worker):
         is_alone = self.config.ranks > 0 and len(self.configured) == 1
         device = get_device(self.device_name)
         ranks_per_engine, leads = 1, True
-        student, alignments = self.student, TextAlignment.of_teachers(self.config, self.student)
+        student, alignments = self.student, TextAlignment.for_teachers(self.config, self.student)
         self.alignments = alignments
-        of_policy = tokenizer_of(student)
+        policy_tokenizer = tokenizer_of(student)
         for name, teacher in self.configured.items():
             if not teacher.inference.is_engine:
                 continue
             aligned = name in alignments
-            read = alignments[name].teacher if aligned else of_policy
+            read = alignments[name].teacher if aligned else policy_tokenizer
             engine = EngineTeacher(teacher, student, read, self.top_k, device, is_alone, has_own_tokens=aligned)
             ranks_per_engine, leads = engine.rollout.ranks_per_engine, engine.rollout.leads
             self.teachers[name] = engine
@@ -129,7 +129,7 @@ class TeacherEngineWorker(Worker):
         for name, teacher in self.configured.items():
             if name not in self.teachers and leads:
                 setting = f"distillation.teacher_models.{name}"
-                self.teachers[name] = EndpointTeacher(setting, teacher, of_policy, self.top_k)
+                self.teachers[name] = EndpointTeacher(setting, teacher, policy_tokenizer, self.top_k)
         self.leads = leads
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="teacher"))
@@ -167,10 +167,10 @@ class TeacherEngineWorker(Worker):
         rows = data if aligned is None else aligned.rows
         requests = requests_of(rows, self.top_k, temperature, vision)
         scores = scorer.score([request for request in requests if request is not None])
-        made = columns_of(rows, requests, scores, self.top_k)
+        columns = columns_of(rows, requests, scores, self.top_k)
         if aligned is not None:
-            return aligned.columns(made)
-        return made | spans_of_tokens(data.batch["response_mask"]) if self.config.aligns_text else made
+            return aligned.columns(columns)
+        return columns | spans_of_tokens(data.batch["response_mask"]) if self.config.aligns_text else columns
 
 
 def requests_of(
@@ -196,10 +196,10 @@ def requests_of(
             shared = SharedTensors(shared)
         text_places: tuple[int, ...] = ()
         if vision is not None:  # the policy may draw the id of an image, also where there is none
-            drawn = torch.zeros_like(has_token)
-            drawn[-width:] = learnt
-            drawn = drawn[:end][has_token[:end]]
-            text_places = tuple((drawn & vision.marked(tokens)).nonzero().flatten().tolist())
+            is_drawn = torch.zeros_like(has_token)
+            is_drawn[-width:] = learnt
+            is_drawn = is_drawn[:end][has_token[:end]]
+            text_places = tuple((is_drawn & vision.marked(tokens)).nonzero().flatten().tolist())
         requests.append(
             ScoreRequest(tokens.tolist(), len(tokens) - (last - first + 1), top_k, temperature, shared, text_places)
         )
@@ -218,12 +218,12 @@ def columns_of(
     for row, request in enumerate(requests):
         if request is None:
             continue
-        of_row = next(scored)
+        row_scores = next(scored)
         places = learnt[row].nonzero().flatten().cpu()
         at = places - places[0]
-        log_probs[row, places] = of_row.log_probs[at]
-        top_ids[row, places] = of_row.top_ids[at]
-        top_log_probs[row, places] = of_row.top_log_probs[at]
+        log_probs[row, places] = row_scores.log_probs[at]
+        top_ids[row, places] = row_scores.top_ids[at]
+        top_log_probs[row, places] = row_scores.top_log_probs[at]
     columns = {"teacher_logprobs": log_probs}
     if top_k:
         columns |= {"teacher_topk_ids": top_ids, "teacher_topk_logprobs": top_log_probs}

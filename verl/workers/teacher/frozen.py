@@ -62,7 +62,7 @@ class FrozenTeachers:
             max_token_len_per_gpu=passes.log_prob_max_token_len_per_gpu,
             shares_prompts=roles.actor.use_prefix_grouper and policy is None,  # as teacher it has prompts for each row
         )
-        self.alignments = TextAlignment.of_teachers(config, roles.model)
+        self.alignments = TextAlignment.for_teachers(config, roles.model)
         self.engines: dict[str, BaseEngine] = {} if policy is None else dict.fromkeys(config.teachers, policy)
         for name, teacher in config.teachers.items() if policy is None else ():
             model = teacher_model(teacher.model_path, roles.model)
@@ -85,8 +85,8 @@ class FrozenTeachers:
         loss, engine = self.config.distillation_loss, self.engines[name]
         reads, temperature = distillation_loss_info(loss.loss_mode).reads, self._temperature(name)
         if name not in self.alignments:
-            made = teacher_columns(engine, data, reads, self.micro, temperature, loss.topk)
-            return made | spans_of_tokens(data.batch["response_mask"]) if self.config.aligns_text else made
+            columns = teacher_columns(engine, data, reads, self.micro, temperature, loss.topk)
+            return columns | spans_of_tokens(data.batch["response_mask"]) if self.config.aligns_text else columns
         aligned, micro = self.alignments[name].rows(data), self.micro
         longest = int(aligned.rows.batch["attention_mask"].sum(-1).max())
         if micro.max_token_len_per_gpu is not None:  # which has room for the longest text in the policy's tokens
@@ -106,29 +106,29 @@ class FrozenTeachers:
             ``teacher_entropys``, each row by its teacher; the teachers' output matrices; and the
             seconds of the slowest rank.
         """
-        started, made, matrices = time.perf_counter(), dict[str, torch.Tensor](), []
+        started, tensors, matrices = time.perf_counter(), dict[str, torch.Tensor](), []
         rows = rows_for_teacher(data, self.vision)
         names = {"hidden": "teacher_hidden", "log_probs": "teacher_logprobs", "entropy": "teacher_entropys"}
-        for number, (name, engine) in enumerate(self.engines.items()):
+        for teacher_index, (name, engine) in enumerate(self.engines.items()):
             with engine.eval_mode():
                 outputs = engine.infer_batch(rows, set(names), self.micro, self._temperature(name))
                 matrices.append(engine.output_matrix().at(self._temperature(name)))
             for output, column in names.items():
-                values, before = outputs[output], made.get(column)
+                values, before = outputs[output], tensors.get(column)
                 if before is None:
-                    made[column] = values
+                    tensors[column] = values
                     continue
                 if output == "hidden":
                     width = max(values.shape[-1], before.shape[-1])
-                    values, before = (pad(one, (0, width - one.shape[-1])) for one in (values, before))
-                is_its_row = (data.batch["teacher_index"] == number).view(-1, *[1] * (values.dim() - 1))
-                made[column] = torch.where(is_its_row, values, before)
+                    values, before = (pad(tensor, (0, width - tensor.shape[-1])) for tensor in (values, before))
+                is_its_row = (data.batch["teacher_index"] == teacher_index).view(-1, *[1] * (values.dim() - 1))
+                tensors[column] = torch.where(is_its_row, values, before)
         loss = self.config.distillation_loss
         kind = cast(DivergenceKind, loss.loss_mode)
         divergence = FullDivergence(kind=kind, teachers=matrices, beta=loss.beta, log_prob_min=loss.log_prob_min_clamp)
         seconds = torch.tensor(time.perf_counter() - started, device=next(iter(self.engines.values())).device)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        return DataProto.from_dict(tensors=made), divergence, {"timing_s/teacher": seconds.item()}
+        return DataProto.from_dict(tensors=tensors), divergence, {"timing_s/teacher": seconds.item()}
 
 
 def _placement(

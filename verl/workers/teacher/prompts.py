@@ -34,21 +34,21 @@ def rows_for_teacher(batch: DataProto, vision: VisionConfig | None = None) -> Da
     require(batch, (*TEACHER_PROMPTS, "responses", "attention_mask"), "the prompts of the teacher")
     columns = batch.batch
     prompts, responses = columns["teacher_prompts"], columns["responses"]
-    before, of_responses = torch.tensor_split(columns["attention_mask"], [-responses.shape[1]], dim=1)
+    prompt_attention, response_attention = torch.tensor_split(columns["attention_mask"], [-responses.shape[1]], dim=1)
     input_ids = torch.cat([prompts, responses], dim=1)
-    attention_mask = torch.cat([columns["teacher_prompts_mask"], of_responses], dim=1)
-    kept = [name for name in columns.keys() if name != "routed_experts" and name not in TEACHER_PROMPTS]
-    made = {"prompts": prompts, "input_ids": input_ids, "attention_mask": attention_mask}
+    attention_mask = torch.cat([columns["teacher_prompts_mask"], response_attention], dim=1)
+    names = [name for name in columns.keys() if name != "routed_experts" and name not in TEACHER_PROMPTS]
+    tensors = {"prompts": prompts, "input_ids": input_ids, "attention_mask": attention_mask}
     images: dict[str, np.ndarray] = {}
     if vision is None or columns["position_ids"].dim() == 2:  # (bsz, 4, length) with images
-        made["position_ids"] = compute_position_id_with_mask(attention_mask)
+        tensors["position_ids"] = compute_position_id_with_mask(attention_mask)
     else:
-        longer = (columns["teacher_prompts_mask"].sum(-1) - before.sum(-1)).tolist()
+        longer = (columns["teacher_prompts_mask"].sum(-1) - prompt_attention.sum(-1)).tolist()
         images[IMAGES] = _moved(batch.non_tensor_batch[IMAGES], longer)
-        made["position_ids"] = sequence_positions(
+        tensors["position_ids"] = sequence_positions(
             input_ids, attention_mask, columns["response_mask"], images[IMAGES].tolist(), vision
         )
-    return replace_columns(batch.select(batch_keys=kept), DataProto.from_dict(tensors=made, non_tensors=images))
+    return replace_columns(batch.select(batch_keys=names), DataProto.from_dict(tensors=tensors, non_tensors=images))
 
 
 def _moved(inputs: np.ndarray, longer: list[int]) -> np.ndarray:

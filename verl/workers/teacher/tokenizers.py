@@ -1,4 +1,4 @@
-"""Whether a teacher reads the policy's tokens, the same id being the same token to both; else text is compared."""
+"""Comparison of a teacher's tokenizer with the policy's: one vocabulary is needed, or an alignment by text."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def check_teacher_tokenizers(distillation: DistillationConfig, student: HFModelC
             divergence reads.
     """
     student = local_copies(student)
-    of_policy = tokenizer_of(student)
+    policy_tokenizer = tokenizer_of(student)
     for name, teacher in distillation.teachers.items():
         if teacher.inference.name == "openai":
             loss = distillation.distillation_loss
             top_k = loss.topk or 0 if distillation_loss_info(loss.loss_mode).reads == "topk" else 0
-            EndpointTeacher(f"distillation.teacher_models.{name}", teacher, of_policy, top_k)
+            EndpointTeacher(f"distillation.teacher_models.{name}", teacher, policy_tokenizer, top_k)
             continue
         model = teacher_model(local_copies(teacher).model_path, student)
-        of_teacher = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        teacher_tokenizer = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         setting = f"distillation.teacher_models.{name}.model_path={model.path}"
-        if distillation.aligns_text and _differing(of_teacher, of_policy):
-            check_tokenizer_fits(of_teacher, hf_config_of(model), warns=False)
+        if distillation.aligns_text and _differing(teacher_tokenizer, policy_tokenizer):
+            check_tokenizer_fits(teacher_tokenizer, hf_config_of(model), warns=False)
             continue
         remedy = ", or set distillation.alignment=text, which compares spans of text"
-        check_same_tokenizer(of_teacher, of_policy, setting, remedy)
-        check_tokenizer_fits(of_policy, hf_config_of(model), warns=False)
+        check_same_tokenizer(teacher_tokenizer, policy_tokenizer, setting, remedy)
+        check_tokenizer_fits(policy_tokenizer, hf_config_of(model), warns=False)
 
 
 def tokenizers_by_text(distillation: DistillationConfig, student: HFModelConfig) -> dict[str, PreTrainedTokenizerBase]:
@@ -50,15 +50,15 @@ def tokenizers_by_text(distillation: DistillationConfig, student: HFModelConfig)
     """
     if not distillation.aligns_text:
         return {}
-    of_policy = tokenizer_of(student)
-    made = {}
+    policy_tokenizer = tokenizer_of(student)
+    tokenizers = {}
     for name, teacher in distillation.teachers.items():
         if teacher.inference.name != "openai":
             model = teacher_model(local_copies(teacher).model_path, student)
-            of_teacher = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-            if _differing(of_teacher, of_policy):
-                made[name] = of_teacher
-    return made
+            teacher_tokenizer = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+            if _differing(teacher_tokenizer, policy_tokenizer):
+                tokenizers[name] = teacher_tokenizer
+    return tokenizers
 
 
 def teacher_model(path: str | None, student: HFModelConfig) -> HFModelConfig:
@@ -84,17 +84,19 @@ def check_same_tokenizer(
     Raises:
         ConfigError: the first id that differs.
     """
-    of_policy, of_teacher = _by_id(policy), _by_id(teacher)
+    policy_tokens, teacher_tokens = _by_id(policy), _by_id(teacher)
     if differing := _differing(teacher, policy):
         first = min(differing)
-        known = f"{of_teacher[first]!r} to the teacher" if first in of_teacher else "no token of the teacher"
-        raise ConfigError(
-            f"{setting} has another tokenizer than the policy: token {first} is {of_policy[first]!r} to the policy and "
-            f"{known} ({len(differing)} of {len(of_policy)} tokens differ). A teacher scores the policy's tokens, so "
-            f"both need one vocabulary. Take a teacher of the policy's model family{remedy}."
+        teacher_text = (
+            f"{teacher_tokens[first]!r} to the teacher" if first in teacher_tokens else "no token of the teacher"
         )
-    last = max(of_policy)
-    if additional := sorted(token for token_id, token in of_teacher.items() if token_id > last):
+        raise ConfigError(
+            f"{setting} has another tokenizer than the policy: token {first} is {policy_tokens[first]!r} to the policy "
+            f"and {teacher_text} ({len(differing)} of {len(policy_tokens)} tokens differ). A teacher scores the "
+            f"policy's tokens, so both need one vocabulary. Take a teacher of the policy's model family{remedy}."
+        )
+    last = max(policy_tokens)
+    if additional := sorted(token for token_id, token in teacher_tokens.items() if token_id > last):
         logger.warning(
             "%s knows %d tokens that the policy lacks, such as %r. They have no share of its distribution.",
             setting,
@@ -109,5 +111,5 @@ def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 def _differing(teacher: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> list[int]:
     """Return the policy's ids that are another token, or none, to the teacher."""
-    of_teacher = _by_id(teacher)
-    return [token_id for token_id, token in _by_id(policy).items() if of_teacher.get(token_id) != token]
+    teacher_tokens = _by_id(teacher)
+    return [token_id for token_id, token in _by_id(policy).items() if teacher_tokens.get(token_id) != token]

@@ -25,7 +25,7 @@ class WeightTransfer:
 
     ::
 
-        transfer = WeightTransfer.of(config.actor_rollout_ref)
+        transfer = WeightTransfer.from_config(config.actor_rollout_ref)
         metrics = transfer.update(actor_group, rollout_group, version=updates)
 
     Args:
@@ -39,7 +39,7 @@ class WeightTransfer:
         """Transport and store between the current processes."""
 
     @classmethod
-    def of(cls, config: ActorRolloutRefConfig) -> Self:
+    def from_config(cls, config: ActorRolloutRefConfig) -> Self:
         """Make one for a policy.
 
         Raises:
@@ -80,7 +80,7 @@ class WeightTransfer:
             address=address,
             transfer=uuid4().hex,
             machines=[machines.index(facts.machine) for facts in receivers],
-            held={name: digest for name, digest in held if all(one.held.get(name) == digest for one in receivers)},
+            held={name: digest for name, digest in held if all(facts.held.get(name) == digest for facts in receivers)},
         )
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
@@ -147,10 +147,10 @@ class WeightTransfer:
             finally:
                 if not done:  # Ctrl-C or SIGTERM: the threads, which are waited for, end with the ranks' calls
                     self._give_up(plan)
-            first = [one.exception() for one in done if one.exception() is not None]
+            first = [future.exception() for future in done if future.exception() is not None]
             if first:
                 self._give_up(plan)
-        errors = [*first, *(one.exception() for one in waits if one not in done)]
+        errors = [*first, *(future.exception() for future in waits if future not in done)]
         errors = [error for error in errors if error is not None]
         if errors:
             raise next((error for error in errors if isinstance(error, ProcessLostError)), errors[0])

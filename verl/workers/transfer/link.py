@@ -16,7 +16,7 @@ _LOOK = datetime.timedelta(seconds=0.5)
 """Interval at which a process that waits looks whether the transfer was given up."""
 _LONGEST_NAP_S = 2e-3
 _LIMIT = datetime.timedelta(minutes=1)
-"""Of a connection or request, which are answered at once; the calls of the workers limit how long they wait."""
+"""Timeout of a connection or request, which are answered at once; the workers' calls limit the longer waits."""
 _FAILED = "failed"
 _in_process: dict[str, dist.Store] = {}
 """Stores of transfers whose sender and receiver are this process."""
@@ -24,7 +24,7 @@ _in_process: dict[str, dist.Store] = {}
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where the store of a transfer is; without a port it is a store inside the process of both sides."""
+    """Address of a transfer's store; without a port it is a store inside the process of both sides."""
 
     host: str
     port: int | None

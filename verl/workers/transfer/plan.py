@@ -1,4 +1,4 @@
-"""What the driver of a transfer and the ranks tell each other."""
+"""Messages between the driver of a transfer and the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl.workers.transfer.link import StoreAddress
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What the driver must know of a rank before a transfer."""
+    """Facts about a rank that the driver needs before a transfer."""
 
     machine: str
     """The same on ranks that can open each other's files."""
@@ -21,7 +21,7 @@ class RankFacts:
     """Digests of the weights that it has received, by section."""
 
     @classmethod
-    def of_this_process(cls, held: Mapping[str, str]) -> RankFacts:
+    def from_this_process(cls, held: Mapping[str, str]) -> RankFacts:
         """Collect those of the calling process."""
         return cls(machine_identity(), os.getpid(), dict(held))
 
@@ -44,7 +44,7 @@ class TransferPlan:
 
     @property
     def is_in_process(self) -> bool:
-        """Whether sender and receiver are one process, which sends everything before it receives."""
+        """True if sender and receiver are one process, which sends everything before it receives."""
         return self.address.port is None
 
     def leader_of(self, rank: int) -> int:

@@ -76,14 +76,14 @@ class ReceivedWeights:
     def __init__(self, config: CheckpointEngineConfig, rank: int, device: torch.device) -> None:
         self._config, self._rank, self._device = config, rank, device
         self.version = NO_WEIGHTS
-        """Of the last complete transfer; -1 before the first one."""
+        """Version of the last complete transfer; -1 before the first one."""
         self._unfinished: int | None = None
         """Version of a transfer that ended early."""
         self.digests: dict[str, str] = {}
-        """Of the sections that are complete."""
+        """Digests of the complete sections, by name."""
         self._parts: dict[str, list[_ReceivedPart]] = {}
         self._scales: dict[str, float] = {}
-        """Of adapters, by layer."""
+        """Scales of adapters, by layer."""
         self._session = ""
         self._store: dist.Store | None = None
         self._transport: WeightTransport | None = None
@@ -162,8 +162,8 @@ class ReceivedWeights:
             )
         if self._transport is not None:
             self._transport.begin()
-        of_machine = [rank for rank in range(len(plan.machines)) if plan.leader_of(rank) == leader]
-        share = Share(of_machine.index(self._rank), len(of_machine))
+        machine_ranks = [rank for rank in range(len(plan.machines)) if plan.leader_of(rank) == leader]
+        share = Share(machine_ranks.index(self._rank), len(machine_ranks))
         sections = link.read("sections")
         names, self._scales = sections["names"], sections["scales"]
         for name in names:

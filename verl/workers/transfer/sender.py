@@ -42,7 +42,7 @@ class WeightSender:
         self._transport: WeightTransport | None = None
         self._last: Link | None = None
         self._digests: dict[str, str] = {}
-        """Of each section as it was last sent."""
+        """Digest of each section as it was last sent."""
 
     def serve_store(self, host: str) -> int:
         """Serve the store of this rank's transfers, from the first call on; return its port."""

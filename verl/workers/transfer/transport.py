@@ -19,26 +19,26 @@ from verl.workers.transfer.link import Link
 
 @dataclass(frozen=True)
 class Participant:
-    """What a transport knows of the processes that it connects."""
+    """One of the processes that a transport connects."""
 
     rank: int
     """0 sends; the others are the first receiving rank of each machine."""
     size: int
     """Number of these processes."""
     device: torch.device
-    """Of this process."""
+    """Device of this process."""
     options: Mapping[str, Any]
     """``checkpoint_engine.engine_kwargs`` of the transport's name."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What :meth:`WeightTransport.send` did with a part."""
+    """Result of :meth:`WeightTransport.send` for a part of the weights."""
 
     nbytes: int
     """Bytes that each receiving machine is sent."""
     message: Mapping[str, Any] = field(default_factory=dict)
-    """What a receiver must know besides the layout of the part, as JSON."""
+    """Facts, as JSON, that a receiver needs besides the layout of the part."""
 
 
 class WeightTransport(ABC):
@@ -53,9 +53,9 @@ class WeightTransport(ABC):
     """
 
     needs_one_machine: ClassVar[bool] = False
-    """Whether it reaches only receivers on the sender's machine."""
+    """True if it reaches only receivers on the sender's machine."""
     sends_before_receiving: ClassVar[bool] = False
-    """Whether ``send`` returns without a receiver that has begun, so that one process can be both."""
+    """True if ``send`` returns before a receiver has begun, so that one process can be both sides."""
 
     def __init__(self, participant: Participant) -> None:
         self.participant = participant
