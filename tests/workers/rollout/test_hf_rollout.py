@@ -132,7 +132,7 @@ def test_rows_that_end_leave_the_batch(tmp_path, monkeypatch):
 
 
 def test_states_by_hand(tmp_path, monkeypatch):
-    monkeypatch.setattr(base, "_TELL_EVERY_S", 0)  # before every token
+    monkeypatch.setattr(base, "_REPORT_EVERY_S", 0)  # before every token
     engine = EngineUnderTest("hf", tmp_path).ready(max_num_seqs=4)
     told = []
     engine.on_state = told.append

@@ -55,7 +55,7 @@ def served(engine: NativeRollout, requests: list[RolloutRequest], pauses: random
 
 
 def test_states_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_TELL_EVERY_S", 0)  # before every token
+    monkeypatch.setattr(base, "_REPORT_EVERY_S", 0)  # before every token
     engine = loaded(tiny_model("qwen3").eval(), tmp_path, prompt_length=64, response_length=8, max_num_seqs=2)
     told: list[EngineState] = []
     engine.on_state = told.append

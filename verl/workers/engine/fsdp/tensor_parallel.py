@@ -202,7 +202,7 @@ class _Replicated(ParallelStyle):
 class _AdapterRows(ParallelStyle):
     """B of an adapter of which each rank has the rows of its part of W.
 
-    Its input is that of :class:`_Whole`, which adds up the gradients.
+    Its input is that of :class:`_Replicated`, which adds up the gradients.
 
     Args:
         gathers: whether the output is whole on each rank.

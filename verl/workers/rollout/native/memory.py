@@ -402,5 +402,5 @@ class CopiedPromptMemory(KeyValueMemory):
 
 
 def _missing(used: Tensor, room: int) -> list[int]:
-    """Return the numbers below ``room`` that are not in ``taken``."""
+    """Return the numbers below ``room`` that are not in ``used``."""
     return sorted(set(range(room)) - set(used.tolist()))

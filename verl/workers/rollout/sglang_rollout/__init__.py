@@ -70,7 +70,7 @@ class SGLangRollout(RemoteRollout):
 
     def _in_files(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | DividedTensor]]:
         """Return weights as the model's files have them, without heads: SGLang's reports are of one model."""
-        return super()._in_files((name, tensor) for name, tensor in weights if name not in self._expected.of_heads)
+        return super()._in_files((name, tensor) for name, tensor in weights if name not in self._expected.head_shapes)
 
     def _partial(self, request: RolloutRequest) -> PartialResponse:
         sampling = request.sampling
