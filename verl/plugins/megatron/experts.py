@@ -132,7 +132,7 @@ class Repetition:
         self._waiting: deque[Tensor | None] = deque()
 
     def begin(self, replayed: Tensor | None, is_trained: bool) -> None:
-        """Begin a forward pass with the choice ``wanted``, (tokens, experts per token); None is the router's own."""
+        """Begin a forward pass with the choice ``replayed``, (tokens, experts per token); None is the router's own."""
         self._runs, self._is_trained, self._replayed, self._last_choice = True, is_trained, replayed, None
 
     def end(self) -> None:

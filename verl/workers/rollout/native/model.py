@@ -252,7 +252,7 @@ class NativeModel:
             positions = torch.stack([positions, *[positions + offsets] * (AXES - 1)])
         return self._logits(tokens, positions, 0, DecodePass(memory, places))
 
-    # ``wanted`` selects tokens by index; 0 means all tokens, as ``logits_to_keep`` of Transformers.
+    # ``indices`` selects tokens by index; 0 means all tokens, as ``logits_to_keep`` of Transformers.
     def _logits(
         self,
         ids: Tensor,
