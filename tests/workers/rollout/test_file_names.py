@@ -65,7 +65,7 @@ def test_heads_are_further_layers_that_come_all_or_not_at_all() -> None:
     heads = FurtherLayers.of(2, 1, 64, {name: tuple(weight.shape) for name, weight in weights.items()})
     assert heads.shapes["model.layers.2.eh_proj.weight"] == (64, 128)
     joined = torch.ones(heads.shapes["model.layers.2.mlp.experts.gate_up_proj"])
-    of_files = [name for name, _ in FileNames(model, heads).of("model.layers.2.mlp.experts.gate_up_proj", joined)]
+    of_files = [name for name, _ in FileNames(model, heads).convert("model.layers.2.mlp.experts.gate_up_proj", joined)]
     halves = [f"{expert}.{half}_proj" for expert in range(len(joined)) for half in ("gate", "up")]
     assert sorted(of_files) == sorted(f"model.layers.2.mlp.experts.{half}.weight" for half in halves)
     expected = ExpectedWeights(model, torch.bfloat16, heads=heads)
