@@ -126,6 +126,7 @@ class PolicyLoss:
         columns, log_probs = micro_batch.batch, outputs["log_probs"]
         mask = columns["response_mask"]
         counts = denominators(totals, mode, columns) | LossTotals(loss_scale_factor=config.loss_scale_factor)
+        # Losses have the factor dp_size, as gradients are averaged over ranks; metrics, which are summed, have not.
         loss = log_probs.new_zeros(())
         metrics: dict[str, Tensor | float | PartialSum] = {}
         if self.learns_from_rewards:
@@ -149,6 +150,7 @@ class PolicyLoss:
             metrics["actor/kl_coef"] = config.kl_loss_coef
             loss = loss + config.kl_loss_coef * kl_loss
         if config.use_echo_loss:
+            # Each weight is 1 over the number of such tokens in the mini-batch, so their sum is the mean already.
             weights = columns["observation_weights"]
             echo_loss = -(zero_masked(log_probs, weights > 0) * weights).sum()
             metrics["actor/echo_loss"] = PartialSum(echo_loss.detach())

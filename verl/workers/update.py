@@ -115,6 +115,7 @@ def prepared_again(part: DataProto, engine: BaseEngine, plan: UpdatePlan, config
     return replace_columns(part, DataProto.from_dict(tensors={name: column[rows] for name, column in prepared.items()}))
 
 
+# Reported by engines without a prefix, and reduced in another way than the metrics of losses.
 _ENGINE_METRICS = {"grad_norm", "skipped_steps", "loss_scale"}
 
 
@@ -160,6 +161,7 @@ class OptimizerSteps:
             values = [report[name] for report in self.reports if name in report]
             is_extreme = name.endswith(("_max", "_min"))
             metrics[name] = extreme(name, values) if is_extreme else sum(values) / len(values)
+        # The norm of a skipped step is not finite, and so would be the mean.
         grad_norms = [report["grad_norm"] for report in self.reports if not report["skipped_steps"]]
         metrics[f"{prefix}/grad_norm"] = sum(grad_norms) / len(grad_norms) if grad_norms else math.nan
         metrics[f"{prefix}/skipped_steps"] = sum(report["skipped_steps"] for report in self.reports)

@@ -193,7 +193,7 @@ def test_many_small_buckets_are_one_update(under_test: EngineUnderTest) -> None:
 def test_states(under_test: EngineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What SGLang says of its load: requests and memory while it draws, and nothing of either afterwards."""
     monkeypatch.setattr(base, "_REPORT_EVERY_S", 0)
-    monkeypatch.setattr(remote, "_LOOK_S", 0.001)
+    monkeypatch.setattr(remote, "_POLL_S", 0.001)
     running = under_test.ready(response_length=200)
     told: list[EngineState] = []
     running.on_state = told.append

@@ -102,7 +102,7 @@ def test_other_families(family: str, folder: Path) -> None:
 def test_states(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What vLLM says of its work: the tokens that were asked and drawn, and requests while they run."""
     monkeypatch.setattr(base, "_REPORT_EVERY_S", 0)
-    monkeypatch.setattr(remote, "_LOOK_S", 0.001)
+    monkeypatch.setattr(remote, "_POLL_S", 0.001)
     running = under_test(folder).ready(response_length=200, max_num_seqs=4)
     running.generate([greedy(PROMPTS[0])])  # so that nothing of it is counted later
     before = running.state()

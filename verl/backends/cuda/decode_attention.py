@@ -18,7 +18,9 @@ _BLOCK = 64
 _MIN_HEADS = 16
 """Rows of the smallest matrix that tensor cores multiply."""
 _MAX_PARTS = 32
+"""Largest number of programs for one row and head, whose results are combined at the end."""
 _PROGRAMS_PER_PROCESSOR = 2
+"""Programs for each multiprocessor of the device, at least; see :func:`parts_of_rows`."""
 
 
 def can_decode(device: torch.device, head_dim: int) -> bool:

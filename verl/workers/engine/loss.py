@@ -43,6 +43,7 @@ class BatchTotals:
         tokens, sequences, distilled = counts.tolist()
         return cls(
             dp_size=dp_size,
+            # Without a valid token on any rank a mean over tokens is 0, not 0 / 0.
             batch_num_tokens=max(tokens, 1),
             global_batch_size=sequences,
             distilled_tokens=distilled,
@@ -167,6 +168,7 @@ class MetricSum:
         mine = {name: _combine(name, [w * next(numbers) for w, _ in parts]) for name, parts in self._values.items()}
         # One collective for both: each costs a round trip per mini-batch.
         both = gathered([(mine, problems)], group)
+        # In one order on all ranks, although a rank of fillers alone reports no metrics.
         names = sorted({name for rank, _ in both for name in rank})
         metrics = {name: _combine(name, [rank[name] for rank, _ in both if name in rank]) for name in names}
         return metrics, [problem for _, problems in both for problem in problems]

@@ -35,7 +35,8 @@ MEMORY = ("kv_cache", "weights")
 """The parts of an engine's memory that can be released and allocated separately."""
 ENGINE_SIDE = Path(engine_side.__file__).parent
 """Folder that is put on the module path of the engines' processes."""
-_LOOK_S = 0.1
+_POLL_S = 0.1
+"""Seconds between checks of the event that aborts requests, which wakes no event loop."""
 
 
 @dataclass
@@ -233,7 +234,7 @@ async def ask_each(
                 if aborted.is_set() and abort_all is not None:
                     await abort_all()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_S):  # nothing tells of `aborted`
+                    async with asyncio.timeout(_POLL_S):
                         await changed.wait()
         finally:
             for task, _ in tasks.values():

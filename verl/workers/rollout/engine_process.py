@@ -62,6 +62,7 @@ _EXIT_S = 2.0
 _CHECK_S = 2.0
 # How long the kernel may take to end a killed server.
 _END_S = 10.0
+# Limits of what a message quotes from the log: its last lines, from at most so many bytes, and lines with errors.
 _SHOWN_LOG_LINES = 40
 _SHOWN_LOG_BYTES = 2**20
 _SHOWN_ERRORS = 8

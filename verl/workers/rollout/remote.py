@@ -48,8 +48,8 @@ MAX_RESTARTS = 3
 """Largest number of restarts in a row without a finished ``generate`` between them."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """Pause before the first restart, doubled before each further one up to the longest."""
-_LOOK_S = 0.1
-"""Interval at which is looked whether the state of a working engine is to be told."""
+_POLL_S = 0.1
+"""Seconds between checks whether a working engine has to report its state."""
 _MIB = 2**20
 
 
@@ -391,7 +391,7 @@ class RemoteRollout(BaseRollout):
         over = Event()
 
         def report() -> None:
-            while not over.wait(_LOOK_S):
+            while not over.wait(_POLL_S):
                 self.report_state(if_due=True)
 
         self._draws = True

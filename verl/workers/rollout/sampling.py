@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # SGLang's processes load this file too, and their environmen
 _CHUNK_ELEMENTS = 1 << 24
 _CDF_BLOCK = 512
 """Tokens whose cumulative probabilities are summed at once."""
-_NO_TOKEN = -1
+_NO_TOKEN = -1  # fills rows with fewer ending tokens than others; no token has this id
 # Tokens decoded in front of those that can belong to a stop text: some tokenizers drop a text's leading space.
 _CONTEXT_TOKENS = 8
 

@@ -42,7 +42,7 @@ from verl.workers.rollout.ranks import MachineRanks, machine_identity
 ADAPTER = "policy"
 """Name of the only adapters in an engine."""
 ADAPTER_FILE = "adapter_model.safetensors"
-_SHOWN_PROBLEMS = 8
+_SHOWN_PROBLEMS = 8  # in a message, as one cause often concerns all layers
 _SHOWN_NAMES = 5
 _ALIGNMENT = 64  # of the first byte of a tensor in a part; more than the size of an element
 _LARGEST_GROWTH = 2**26  # bytes by which a buffer grows beyond what a part needs now

@@ -34,6 +34,7 @@ TIMEOUT_S = 600.0
 ATTEMPTS = 6
 """Attempts of one request, with growing pauses; also after status 408, 409, 429 or 5xx."""
 PROBED_TOKENS = 32
+"""Tokens of the first request, spread over the vocabulary, whose texts are compared with the tokenizer's."""
 SHOWN = 500
 """Longest part of an answer in a message, in characters."""
 Body = dict[str, object]

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from verl.errors import RolloutError
 
-_LOOK = datetime.timedelta(seconds=0.5)
-"""Interval at which a process that waits looks whether the transfer was given up."""
-_LONGEST_NAP_S = 2e-3
+_CHECK_INTERVAL = datetime.timedelta(seconds=0.5)
+"""Interval at which a waiting process checks whether the transfer was given up."""
+_MAX_NAP_S = 2e-3
+"""Longest pause between two checks of a transfer under way; pauses double up to it."""
 _LIMIT = datetime.timedelta(minutes=1)
 """Timeout of a connection or request, which are answered at once; the workers' calls limit the longer waits."""
 _FAILED = "failed"
@@ -69,9 +70,9 @@ class Link:
 
     def write(self, key: str, message: object) -> None:
         """Give a message to all who read its key."""
-        self._written.append(self._of(key))
+        self._written.append(self._scoped(key))
         try:
-            self.store.set(self._of(key), json.dumps(message))
+            self.store.set(self._scoped(key), json.dumps(message))
         except dist.DistError as error:
             raise _lost(error) from error
 
@@ -83,8 +84,8 @@ class Link:
         """
         while True:
             try:
-                self.store.wait([self._of(key)], _LOOK)
-                return json.loads(self.store.get(self._of(key)))
+                self.store.wait([self._scoped(key)], _CHECK_INTERVAL)
+                return json.loads(self.store.get(self._scoped(key)))
             except dist.DistNetworkError as error:
                 raise _lost(error) from error
             except dist.DistStoreError:  # not yet
@@ -96,13 +97,13 @@ class Link:
         Raises:
             RolloutError: it failed, or the transfer was given up.
         """
-        nap_s, looked = 1e-5, time.monotonic()
+        nap_s, checked_at = 1e-5, time.monotonic()
         while not work.is_completed():
             time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-            if time.monotonic() - looked > _LOOK.total_seconds():
+            nap_s = min(2 * nap_s, _MAX_NAP_S)
+            if time.monotonic() - checked_at > _CHECK_INTERVAL.total_seconds():
                 self.check()
-                looked = time.monotonic()
+                checked_at = time.monotonic()
         try:
             work.wait()
         except RuntimeError as error:  # gloo and NCCL raise no narrower one
@@ -111,7 +112,7 @@ class Link:
     def check(self) -> None:
         """Raise RolloutError if the transfer was given up."""
         try:
-            is_failed = self.store.check([self._of(_FAILED)])
+            is_failed = self.store.check([self._scoped(_FAILED)])
         except dist.DistError as error:
             raise _lost(error) from error
         if is_failed:
@@ -128,7 +129,7 @@ class Link:
         for key in self._written:
             self.store.delete_key(key)
 
-    def _of(self, key: str) -> str:
+    def _scoped(self, key: str) -> str:
         return f"{self.transfer}/{key}"
 
 

@@ -181,6 +181,7 @@ class FSDPEngine(ShardedModel):
         with self.backend.frozen_weights():
             for attempt in self._attempts("train"):
                 with attempt as limit:
+                    # Anew in each attempt: the passes before one that ran out of memory have added theirs.
                     metrics, watch = MetricSum(totals), LossWatch(self.get_data_parallel_rank())
                     parts = [*split_micro_batches(batch, micro, self.device, loss_fn.rows_per_unit, limit)]
                     counts = self._expert_counts(parts) if self.balance_weight and len(parts) > 1 else None
@@ -316,7 +317,7 @@ class FSDPEngine(ShardedModel):
     def lr_scheduler_step(self) -> float:
         """Advance the schedule; see :class:`BaseEngine`."""
         _, scheduler, _ = self._trained()
-        lr = float(scheduler.get_last_lr()[0])
+        lr = float(scheduler.get_last_lr()[0])  # that of the steps just taken
         scheduler.step()
         return lr
 

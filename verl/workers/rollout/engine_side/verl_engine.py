@@ -28,7 +28,7 @@ ADAPTER_REPORT = "arrived"
 """Beginning of the names of the files in a folder of adapters that tell what each rank has read of it."""
 ROW_WORDS = 4096
 """Words of a row of :func:`checksum`."""
-_RECENT_SIZES = 256
+_RECENT_SIZES = 256  # a model has few different sizes of tensors, so their factors are computed once
 _DEVICE_ARGUMENT = 6
 """Place of ``storage_device`` among the arguments of ``rebuild_cuda_tensor``: a number by the sender's count."""
 _CPU = torch.device("cpu")

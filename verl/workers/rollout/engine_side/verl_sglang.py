@@ -35,7 +35,7 @@ from verl_images import read_image_file
 
 CONTRACT_BACKEND = "pytorch"
 """Sampling backend under which verl's sampler is registered; SGLang accepts this one on every device."""
-_RECENT_IMAGES = 32
+_RECENT_IMAGES = 32  # images kept in memory after they were read
 _LOADING_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, OSError)
 
 

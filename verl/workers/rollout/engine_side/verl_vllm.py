@@ -26,7 +26,7 @@ from verl_engine import (
 )
 from verl_images import image_item, read_image_file
 
-_RECENT_IMAGES = 32
+_RECENT_IMAGES = 32  # images kept in memory after they were read
 _OPEN_PATHS = ("/health",)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 

@@ -13,8 +13,8 @@ from verl.workers.rollout.placed_images import PlacedImages
 from verl.workers.rollout.request import RolloutRequest, SamplingParams
 
 _PROMPT_TOKENS = (5, 3)
-_NEW_TOKENS = 3
-_KNOWN_TOKENS = 6  # of the prompt and of the response; two are left to compute
+_NEW_TOKENS = 3  # decoded after each prompt
+_CACHED_TOKENS = 6  # of the prompt and of the response; two are left to compute
 _IMAGE_AT = 2  # of the first prompt of a model with images
 _WINDOW = 3  # tokens of sliding windows during the check, fewer than the sequences have, or windows would not matter
 
@@ -87,10 +87,10 @@ def _prefill_and_decode(model: NativeModel, sequences: list[Tensor], images: lis
     for step in range(_NEW_TOKENS):
         newest = torch.stack([ids[n + step] for ids, n in zip(sequences, _PROMPT_TOKENS, strict=True)])
         logits.append(model.decode(memory, newest))
-    cached = [memory.row_states(0, 0, _KNOWN_TOKENS), *[None] * (len(sequences) - 1)]
+    cached = [memory.row_states(0, 0, _CACHED_TOKENS), *[None] * (len(sequences) - 1)]
     memory.keep(torch.zeros(0, dtype=torch.long, device=model.device))
     memory.admit(lengths, [1] * len(sequences), cached)
-    starts = [_KNOWN_TOKENS, *[0] * (len(sequences) - 1)]
+    starts = [_CACHED_TOKENS, *[0] * (len(sequences) - 1)]
     sequence_ids = [ids.tolist() for ids in sequences]
     prompt_images = [_place_images(model, ids, inputs) for ids, inputs in zip(sequence_ids, images, strict=True)]
     logits.append(model.prefill(memory, sequence_ids, starts, prompt_images))

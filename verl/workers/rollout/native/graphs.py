@@ -28,6 +28,7 @@ Logits = Callable[[Tensor, Tensor, TokenPlaces, CopiedPromptMemory], Tensor]
 """A pass: (rows,) tokens, (rows,) rotary offsets, their places and the memory, to (rows, vocab) logits."""
 
 _TOKENS_STEP = 256
+"""Lengths are rounded up to a multiple of it, so that few graphs serve all lengths."""
 _RECORDED_AT = 2
 """Use at which a pass is recorded: to record costs about as much as three passes."""
 
