@@ -9,7 +9,7 @@ from typing import Self
 FIRST = 2**16
 """Factor of a new run."""
 GROWTH_INTERVAL = 2000
-"""Updates without an overflow after which the factor doubles; it and ``FIRST`` are those of ``torch.amp.GradScaler``."""
+"""Updates without overflow after which the factor doubles; it and ``FIRST`` are those of ``torch.amp.GradScaler``."""
 LARGEST = 2**24
 """Largest factor; it does not double beyond."""
 
