@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,17 @@ def share(batch: DataProto, rank: int, world_size: int) -> DataProto:
     return batch.select_idxs(list(range(rank, len(batch), world_size)))
 
 
+TIMEOUT = timedelta(minutes=17)
+"""Time limit of collectives in :func:`run_ranks`; not a default of PyTorch or megatron-core."""
+
+
+def check_group_timeouts() -> None:
+    """Check that no collective of this process has another time limit than those of the default group."""
+    groups = dist.distributed_c10d._world.pg_map
+    assert len(groups) > 1
+    assert {group._get_backend(torch.device("cpu")).options._timeout for group in groups} == {TIMEOUT}
+
+
 def run_ranks(function: Callable[..., None], world_size: int, folder: Path, *args: Any) -> None:
     """``function(rank, world_size, folder, *args)`` in processes that form a gloo group."""
     given = (function, world_size, folder, args, dict(os.environ))
@@ -238,7 +250,7 @@ def _rank(
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     function(rank, world_size, folder, *args)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,5 +1,7 @@
 """The workers through a worker group of one rank: roles, what each call returns, rollout in step with the policy."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -221,6 +223,31 @@ def test_a_rollout_alone_has_the_pretrained_weights_until_it_is_sent_others(path
     )
     with pytest.raises(ConfigError, match=r"trainer and rollout are one process here\. Set it to naive"):
         broadcast.update(actor, alone, 1)
+
+
+@pytest.mark.parametrize(
+    ("engine_name", "order"),
+    [("hf", ["loaded", "offloaded", "sampled"]), ("native", ["loaded", "sampled", "offloaded"])],
+)
+def test_trained_weights_leave_the_device_while_an_engine_with_copies_samples(path, monkeypatch, engine_name, order):
+    """The native engine samples with the trainer's own tensors."""
+    offloads = dataclasses.replace(FP32, param_offload=True, optimizer_offload=True)
+    actor = FSDPActorConfig(fsdp_config=offloads, ppo_mini_batch_size=1, ppo_micro_batch_size_per_gpu=1)
+    [worker] = policy(path, actor=actor, name=engine_name).workers
+    events, move, sample = [], worker.engine.to, worker.rollout.generate_sequences
+
+    def moved(device, model=True, optimizer=True):
+        events.append("offloaded" if optimizer else "loaded")
+        move(device, model=model, optimizer=optimizer)
+
+    def sampled(data):
+        events.append("sampled")
+        return sample(data)
+
+    monkeypatch.setattr(worker.engine, "to", moved)
+    monkeypatch.setattr(worker.rollout, "generate_sequences", sampled)
+    worker.generate_sequences(prompts())
+    assert [event for k, event in enumerate(events) if event not in events[:k]] == order
 
 
 def test_roles(path):

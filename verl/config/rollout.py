@@ -213,7 +213,8 @@ class RolloutConfig(BaseConfig):
     stored, 4 bytes each. `training/sampling_mask/full` is the share of drawn tokens for which `top_k` tokens were
     kept."""
     multi_stage_wake_up: bool = setting(False)
-    """Allocate the memory of the KV cache only after the weights are updated (`vllm`, `sglang`)."""
+    """Allocate the memory of the KV cache only after the weights are updated (`vllm`, `sglang`); on by default where
+    the trainer's weights leave the device while responses are sampled (`param_offload`)."""
     log_prob_micro_batch_size_per_gpu: int | None = setting(None, ge=1)
     """Sequences per pass on one rank when the trainer computes the old log-probs; null uses the actor's
     `ppo_micro_batch_size_per_gpu`."""

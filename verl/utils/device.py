@@ -13,6 +13,7 @@ from types import ModuleType
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl.errors import ResourceError
 
@@ -80,6 +81,18 @@ def ensure_process_group(device: torch.device, timeout_s: float = 600, backend: 
     if world_size > int(os.environ.get("LOCAL_WORLD_SIZE", world_size)):
         use_interface_to(os.environ["MASTER_ADDR"])
     dist.init_process_group(backend, timeout=timeout)
+
+
+def group_timeout(device: torch.device) -> datetime.timedelta:
+    """Return the time limit of collectives in the default process group."""
+    return dist.distributed_c10d._get_default_group()._get_backend(device).options._timeout
+
+
+def limit_groups(mesh: DeviceMesh, device: torch.device) -> DeviceMesh:
+    """Give all groups of ``mesh`` the time limit of the default group; PyTorch's own is 10 minutes for NCCL."""
+    for group in mesh.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(group_timeout(device), group)
+    return mesh
 
 
 def use_interface_to(master: str) -> None:

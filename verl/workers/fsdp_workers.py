@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
 from omegaconf import DictConfig
+from torch import Tensor
 
 from verl.algorithms.distillation import distillation_loss_info, reads_vocabulary
 from verl.checkpoint.ranks import RankState
@@ -37,6 +38,7 @@ from verl.utils.model import hf_config_of, switch_off_dropout, torch_dtype, trai
 from verl.utils.model_facts.time_limits import time_limits
 from verl.utils.tokenizer import tokenizer_of
 from verl.vision.families import TOWER, VisionConfig
+from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.engine import BaseEngine, MicroBatchConfig
 from verl.workers.engine.model.headed import pretrained_weights
 from verl.workers.engine_worker import EngineWorker
@@ -72,6 +74,27 @@ _PARTS = {
     "actor_rollout": {"actor", "rollout"},
     "actor_rollout_ref": {"actor", "rollout", "ref"},
 }
+
+
+def _on_device(
+    engine: BaseEngine, closing: ExitStack, read: Callable[[], Iterable[tuple[str, Tensor]]]
+) -> Callable[[], Iterator[tuple[str, Tensor]]]:
+    """Keep the weights of ``engine`` on the device while they are read, and no longer.
+
+    With ``param_offload`` the rollout engine has their memory while it samples. An engine that was lost reads again.
+    What a reader leaves unread is closed with ``closing``.
+    """
+
+    def weights() -> Generator[tuple[str, Tensor]]:
+        with engine.eval_mode():
+            yield from read()
+
+    def begin() -> Iterator[tuple[str, Tensor]]:
+        reading = weights()
+        closing.callback(reading.close)
+        return reading
+
+    return begin
 
 
 class ActorRolloutRefWorker(EngineWorker):
@@ -197,11 +220,14 @@ class ActorRolloutRefWorker(EngineWorker):
                 if version == NO_WEIGHTS:
                     weights, version = functools.partial(pretrained_weights, self.config.model, dtype), 0
             else:
-                entered.enter_context(engine.eval_mode())
-                weights = functools.partial(engine.weights_for_rollout, dtype, rollout.takes_divided)
-                version = engine.weight_version
+                version, lend = engine.weight_version, functools.partial(_on_device, engine, entered)
+                if rollout.shares_weights:
+                    entered.enter_context(engine.eval_mode())
                 if rollout.applies_adapters:
-                    weights = engine.adapted_weights()
+                    parts = engine.adapted_weights()
+                    weights = AdaptedWeights(lend(parts.base), lend(parts.adapters), parts.scales)
+                else:
+                    weights = lend(functools.partial(engine.weights_for_rollout, dtype, rollout.takes_divided))
             yield entered.enter_context(rollout.awake(weights, version))
 
     # ---- weights from ranks that train to ranks that only sample; see verl.workers.transfer

@@ -14,6 +14,7 @@ from tests.workers.engine.test_experts import CONFIGS
 from tests.workers.support import (
     LAYOUTS,
     WHOLE,
+    check_group_timeouts,
     make_engine,
     naive_outputs,
     ragged_batch,
@@ -111,6 +112,7 @@ def on_two_ranks(rank, world_size, folder, path, warm, cases):
         if cases == CASES["dense"]:
             torch.save(drawn_by(megatron_engine(path, **RANK, **layout)), folder / f"drawn {case} {rank}.pt")
         found[case] = metrics, start, merged, outputs if has_outputs else None
+    check_group_timeouts()
     torch.save(found, folder / f"rank_{rank}.pt")
     if cases == CASES["dense"]:
         with pytest.raises(ConfigError, match="rank 1 has no layer with an adapter"):

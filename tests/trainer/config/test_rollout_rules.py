@@ -35,6 +35,16 @@ def test_an_engine_in_another_environment_is_taken(run: Run):
     assert run.load(settings()).actor_rollout_ref.rollout.name == "vllm"
 
 
+@pytest.mark.parametrize(("changes", "is_staged"), [({}, False), ({"param_offload": True}, True)])
+def test_keys_and_values_wait_until_offloaded_weights_are_gone(run: Run, changes: dict[str, Any], is_staged: bool):
+    offloads = {f"actor_rollout_ref.actor.fsdp_config.{name}": value for name, value in changes.items()}
+    assert run.load(settings() | offloads).actor_rollout_ref.rollout.multi_stage_wake_up is is_staged
+    key = f"{ROLLOUT}.multi_stage_wake_up"
+    assert not run.load(
+        settings() | offloads | {key: False}, explicit=[key]
+    ).actor_rollout_ref.rollout.multi_stage_wake_up
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_engine_that_is_not_installed_is_told(run: Run, engine: str):
     if importlib.util.find_spec(engine) is not None:

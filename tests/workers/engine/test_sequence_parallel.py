@@ -8,6 +8,7 @@ from torch.testing import assert_close
 from tests.workers.support import (
     LAYOUTS,
     WHOLE,
+    check_group_timeouts,
     has_fast_layers,
     make_engine,
     naive_update,
@@ -73,6 +74,7 @@ def on_two_ranks(rank, world_size, folder, paths):
                 engine.optimizer_step()
                 engine.train_batch(batch, PolicyLoss(CONFIG), LAYOUTS[layout])
             found[f"{family}, {case}"] = outputs, metrics, first, weights_of(engine)
+    check_group_timeouts()
     torch.save(found, folder / f"rank_{rank}.pt")
     scalar_models(rank, folder, batch)
     one_token(paths["2 kv heads"], batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from verl.config import McoreEngineConfig
 from verl.errors import ConfigError
 from verl.plugins.megatron import cpu
 from verl.plugins.megatron.library import parallel_state, tensor_parallel
+from verl.utils.device import group_timeout
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ def join(layout: Layout, device: torch.device, seed: int) -> None:
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
+        distributed_timeout_minutes=math.ceil(group_timeout(device).total_seconds() / 60),
         create_gloo_process_groups=False,  # for megatron-core's own optimizer, which is not used
     )
     _groups.end(layout)

@@ -76,6 +76,7 @@ def derive(
     remarks += _separate_ranks(tree, keys, explicit)
     remarks += _engines(tree, raw, keys, explicit)
     _rows_in_driver(tree, keys, explicit)
+    _staged_wake_up(tree, keys, explicit)
     _greedy_teachers(tree, raw, keys)
     remarks += _time_limits(tree, keys, explicit)
     if "algorithm.adv_estimator" in keys:
@@ -217,6 +218,14 @@ def _rows_in_driver(tree: Tree, keys: Mapping[str, Key], explicit: Collection[st
     follows = any(get(tree, key) for key in ("data.datagen.path", "data.sampler.class_path", "data.sampler.class_name"))
     if workers in keys and follows and workers not in explicit and same(get(tree, workers), keys[workers].default):
         put(tree, workers, 0)
+
+
+def _staged_wake_up(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> None:
+    """Let engines allocate keys and values after they took new weights, if the trainer's leave the device by then."""
+    key = f"{_ROLLOUT}.multi_stage_wake_up"
+    offloads = any(get(tree, f"{_ACTOR}.{section}.param_offload") for section in ("fsdp_config", "megatron"))
+    if key in keys and key not in explicit and offloads and get(tree, f"{_ROLLOUT}.name") in OTHER_PROGRAMS:
+        put(tree, key, True)
 
 
 def _time_limits(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> list[str]:

@@ -83,6 +83,8 @@ class BaseRollout(ABC):
     """True if the weights passed to :meth:`awake` may be DTensors: it uses their parts, or gathers what it needs."""
     applies_adapters = False
     """True if :meth:`awake` takes LoRA adapters separately from the weights that they were added to."""
+    shares_weights = False
+    """True if it samples with the very tensors passed to :meth:`awake`, and not with copies of them."""
     scores_tokens = False
     """True if :meth:`score` can be called."""
 

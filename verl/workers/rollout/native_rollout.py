@@ -52,6 +52,8 @@ class NativeRollout(BaseRollout):
         RolloutError: the architecture is not supported; the message names other engines.
     """
 
+    shares_weights = True
+
     def set_up(self) -> None:
         """See :meth:`BaseRollout.set_up`."""
         dtype = torch_dtype(self.config.dtype)

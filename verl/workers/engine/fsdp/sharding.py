@@ -26,6 +26,7 @@ from torch.utils import swap_tensors
 
 from verl.config import FSDPEngineConfig
 from verl.errors import ConfigError
+from verl.utils.device import limit_groups
 from verl.utils.folder_weights import FolderWeights
 from verl.utils.model import torch_dtype
 from verl.utils.sharded_tensor import local_part, parts_of_ranks
@@ -66,7 +67,8 @@ def make_mesh(device: torch.device, fsdp_size: int, tensor: int = 1) -> DeviceMe
         )
     sizes = {"replicate": groups // shards, "shard": shards, "tp": tensor}
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return limit_groups(mesh, device)
 
 
 def divided(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
@@ -96,7 +98,8 @@ def make_rows_mesh(device: torch.device, sequence: int, tensor: int = 1) -> Devi
             f"ulysses_sequence_parallel_size={sequence} does not divide the {world_size} ranks, which are to share "
             "sequences in groups of that size. Use a divisor, or 1."
         )
-    return init_device_mesh(device.type, (world_size // ranks, ranks), mesh_dim_names=("dp", "group"))
+    mesh = init_device_mesh(device.type, (world_size // ranks, ranks), mesh_dim_names=("dp", "group"))
+    return limit_groups(mesh, device)
 
 
 def mixed_precision(config: FSDPEngineConfig) -> MixedPrecisionPolicy:
