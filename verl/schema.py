@@ -46,7 +46,7 @@ class Column:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is kept in ``batch``; else in ``non_tensor_batch``."""
+        """True if it is kept in ``batch``; else in ``non_tensor_batch``."""
         return self.dtype != "object"
 
 

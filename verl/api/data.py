@@ -28,9 +28,9 @@ class DataFiles:
     count: int
     prompt_key: str
     text_prompts: bool
-    """Whether the prompts are texts rather than messages."""
+    """True if the prompts are texts rather than messages."""
     has_truth: bool
-    """Whether any row has a ground truth, in ``reward_model`` or in a column of its own."""
+    """True if any row has a ground truth, in ``reward_model`` or in a column of its own."""
 
 
 def as_rows(data: Rows, what: str) -> list[JsonObject]:

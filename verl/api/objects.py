@@ -1,4 +1,4 @@
-"""Which settings name the functions and classes that a call was given as objects."""
+"""Turn functions and classes passed as objects into settings that name them."""
 
 from __future__ import annotations
 

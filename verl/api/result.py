@@ -1,4 +1,4 @@
-"""What a training call returns."""
+"""Result of a training call."""
 
 from __future__ import annotations
 

@@ -35,11 +35,11 @@ _RESPONSES: tuple[tuple[str, Form], ...] = (
     ("data", "batch"),
 )
 OF_SAMPLE = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt")
-"""What a function for one response can name beside the columns of the data."""
+"""Arguments of a function for one response, beside the columns of the data."""
 OF_TEXTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos", "prompts")
-"""What a function for all responses can name, in the same order."""
+"""Arguments of a function for all responses, in the same order."""
 OF_COMPLETIONS = ("completions", "prompts")
-"""What a function in the form of TRL can name beside the columns of the data."""
+"""Arguments of a function in the form of TRL, beside the columns of the data."""
 _OF_RESPONSES = ("solution_str", "solution_strs", "completions", "prompts")
 """Arguments that are never a column of the data, whatever that has."""
 _OF_TRUTH = ("ground_truth", "ground_truths")

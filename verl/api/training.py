@@ -41,7 +41,7 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _ALGORITHMS = {"ppo": "gae"}
 """Names of algorithms that differ from their advantage estimator."""
 _PARTS = ("model", "optimizer", "extra", "hf_model")
-"""What a checkpoint holds: all that resuming needs, and the model as transformers reads it."""
+"""Contents of a checkpoint: all that resuming needs, and the model as transformers reads it."""
 
 
 def train(

@@ -1,1 +1,1 @@
-"""What every package may import: environment variables, paths, secrets in texts, registries, code that users name."""
+"""Base of every package: environment variables, paths, secrets in texts, registries, code that users name."""

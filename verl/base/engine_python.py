@@ -1,4 +1,4 @@
-"""Where a rollout engine of another project is installed."""
+"""Locate the installation of a rollout engine of another project."""
 
 from __future__ import annotations
 

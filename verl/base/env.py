@@ -84,7 +84,7 @@ _EXPIRY = (
 
 
 def capacity_expires_at() -> float | None:
-    """When this rented machine expires, in seconds since 1970, as Volcano Engine or SageMaker say it; None if never.
+    """Return when this rented machine (Volcano Engine, SageMaker) expires, in seconds since 1970; None if never.
 
     Read from ``MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP`` or its ``SAGEMAKER_`` counterpart.
     """
@@ -98,7 +98,7 @@ def capacity_expires_at() -> float | None:
 
 
 def auto_padding() -> bool:
-    """Whether batches are padded to a multiple of the ranks, from ``VERL_AUTO_PADDING``."""
+    """Return whether batches are padded to a multiple of the ranks, from ``VERL_AUTO_PADDING``."""
     return _flag("VERL_AUTO_PADDING")
 
 
@@ -121,7 +121,7 @@ def seed() -> int | None:
 
 
 def full_determinism() -> bool:
-    """Whether only deterministic kernels are allowed unless the configuration says, from ``VERL_FULL_DETERMINISM``."""
+    """Return whether ``VERL_FULL_DETERMINISM`` allows deterministic kernels only; the configuration goes first."""
     return _flag("VERL_FULL_DETERMINISM")
 
 

@@ -45,7 +45,7 @@ def name_problem(name: str) -> str | None:
 
 
 def is_private(path: Path, may_be_written: bool = False) -> bool:
-    """Whether a file or folder belongs to this account or root, is no link, and no other account may write it.
+    """Return whether a file or folder belongs to this account or root, is no link, and no other account may write it.
 
     Args:
         path: what is checked, without the folders above it.

@@ -1,4 +1,4 @@
-"""When a request to a service is repeated: one rule for all services that score or run programs."""
+"""Retry rule for requests to services: the same for all that score responses or run programs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def retry_rule(retries: int, first_pause_s: float = FIRST_PAUSE_S) -> dict[str, 
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether another attempt may succeed."""
+    """Return whether another attempt may succeed."""
     if isinstance(error, httpx2.HTTPStatusError):
         return error.response.status_code in RETRIED
     return isinstance(error, httpx2.TransportError)

@@ -125,7 +125,7 @@ def source_digest(module: ModuleType) -> str:
 
 
 def is_about(error: ModuleNotFoundError, module: str) -> bool:
-    """Whether ``module`` itself is missing, or a package that it is in, and not something that it imports."""
+    """Return whether ``module`` itself is missing, or a package that it is in, and not something that it imports."""
     return error.name is not None and f"{module}.".startswith(f"{error.name}.")
 
 

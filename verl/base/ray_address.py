@@ -48,7 +48,7 @@ def left_behind(ray_init: Mapping[str, Any]) -> str:
 
 
 def answers(address: str, timeout_s: float) -> bool:
-    """Whether a gRPC server answers at ``host:port``; true for addresses of other forms.
+    """Return whether a gRPC server answers at ``host:port``; true for addresses of other forms.
 
     The kernel accepts connections for a process that is stopped, so an accepted connection alone shows nothing.
     """

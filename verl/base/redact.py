@@ -36,7 +36,7 @@ _OF_A_VOCABULARY = re.compile(r"(^|[_.-])(pad|eos|bos|unk|sep|cls|mask|image|vid
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _LOOKS_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])\S{16,}")
 _REFERENCE = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
-"""What is filled in later, from the environment or from another key, and says nothing itself."""
+"""References to the environment or to another key, which are filled in later and reveal nothing themselves."""
 
 # Secrets by how they look: logins of URLs, HTTP's Authorization, secrets in queries, keys of OpenAI, Hugging Face,
 # GitHub, GitLab and Slack, and of AWS.
@@ -86,7 +86,7 @@ def secrets_in(settings: object) -> list[str]:
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Whether ``value`` is a secret, going by the name that it stands under."""
+    """Return whether ``value`` is a secret, going by the name that it stands under."""
     name = _CAMEL.sub("_", name)
     if value is None or value == "" or isinstance(value, bool) or _TELLS_WHERE.search(name):
         return False

@@ -29,7 +29,7 @@ _LIBRARIES = {
 
 
 def is_remote(path: str) -> bool:
-    """Whether ``path`` is the URL of a remote file, as in ``s3://bucket/file``; ``file://`` is local."""
+    """Return whether ``path`` is the URL of a remote file, as in ``s3://bucket/file``; ``file://`` is local."""
     return REMOTE in path and not path.startswith("file://")
 
 

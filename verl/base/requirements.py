@@ -1,4 +1,4 @@
-"""What this installation of verl requires, and the command that installs the packages of an extra."""
+"""Requirements of this installation of verl, and the command that installs the packages of an extra."""
 
 from __future__ import annotations
 

@@ -35,10 +35,10 @@ SettingsT = TypeVar("SettingsT")
 
 
 class AutogradContext(Protocol[SettingsT]):
-    """What ``forward`` of a ``torch.autograd.Function`` keeps for its ``backward``."""
+    """Context in which ``forward`` of a ``torch.autograd.Function`` stores values for its ``backward``."""
 
     settings: SettingsT
-    """What it keeps besides tensors."""
+    """Stored values other than tensors."""
 
     @property
     def saved_tensors(self) -> tuple[Tensor, ...]:
@@ -47,7 +47,7 @@ class AutogradContext(Protocol[SettingsT]):
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
-        """Of each argument of ``forward``, whether its gradient is needed."""
+        """True for each argument of ``forward`` whose gradient is needed."""
         ...
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
@@ -57,4 +57,4 @@ class AutogradContext(Protocol[SettingsT]):
         """Say of outputs that they have no gradient."""
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Whether ``backward`` gets zeros in place of missing gradients."""
+        """Return whether ``backward`` gets zeros in place of missing gradients."""

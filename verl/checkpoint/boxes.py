@@ -63,7 +63,7 @@ class StoredBox:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     start: tuple[int, ...]
     values: Tensor
 
@@ -178,7 +178,7 @@ def _entries(state: Mapping[str, object], source: str) -> list[StoredBox]:
 
 
 def _is_box(shape: object, start: object, values: object) -> bool:
-    """Whether ``values`` lie within ``shape`` at ``start``; an expanded view, which a small file can hold, is none."""
+    """Return whether ``values`` lie within ``shape`` at ``start``; false for a view that is expanded."""
     if not isinstance(values, Tensor) or not isinstance(shape, list) or not isinstance(start, list):
         return False
     if not values.dim() == len(shape) == len(start):

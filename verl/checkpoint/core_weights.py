@@ -109,7 +109,7 @@ class DistFiles:
             )
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a head of scalars; a policy's checkpoint has its output projection under the same name."""
+        """Return whether a scalar head is saved; a policy's checkpoint has a vocabulary projection under this name."""
         stored = self.prefix + OUTSIDE[name]
         return stored in self._shapes and self._shapes[stored][0] == 1
 

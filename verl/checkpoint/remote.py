@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS = 3
-"""How often a file is sent or fetched before its step counts as failed."""
+"""Attempts to send or fetch a file before its step counts as failed."""
 
 
 class RemoteSteps:

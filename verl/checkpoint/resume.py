@@ -39,7 +39,7 @@ class TrainedGroup(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPlan:
-    """Where a run saves, how many checkpoints it keeps, what it resumes from, and how it reacts to failures."""
+    """Plan of a run's checkpoints: the folder, how many are kept, the one to resume from, the reaction to failures."""
 
     root: str
     resume_mode: str = "auto"
@@ -201,14 +201,14 @@ class ResumeChoice:
 
 
 def is_public(folder: Path) -> bool:
-    """Whether ``folder`` is a step that verl 0.8 saved under FSDP: without files of this driver, with its shards."""
+    """Return whether verl 0.8 saved ``folder`` under FSDP: it has that release's shards and no files of this driver."""
     if any((folder / name).exists() for name in (MANIFEST, STATE, RNG)):
         return False
     return any((folder / name / WORLD_SIZE_FILE).is_file() for name in (".", "actor", "critic"))
 
 
 def _is_of_format_1(folder: Path) -> bool:
-    """Whether ``folder`` was saved by a version without manifests, where the latest step counted as complete."""
+    """Return whether ``folder`` was saved by a version without manifests, where the latest step counted as complete."""
     try:
         return "format" not in json.loads((folder / STATE).read_bytes())
     except (OSError, ValueError, TypeError):

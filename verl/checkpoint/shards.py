@@ -366,7 +366,7 @@ def _checked_rows(path: Path, state: State) -> State:
 
 
 def _is_part(local: object, shape: object, first: Any, first_column: Any = None) -> bool:
-    """Whether ``local`` holds rows of a tensor of ``shape``, from row ``first`` on.
+    """Return whether ``local`` holds rows of a tensor of ``shape``, from row ``first`` on.
 
     They are whole rows, or the columns from ``first_column`` on.
 
@@ -405,7 +405,7 @@ def read_state(path: Path) -> State:
 
 
 def is_own(state: Mapping[str, object]) -> bool:
-    """Whether a file was saved by this project; files of verl 0.8 have no number of a format."""
+    """Return whether a file was saved by this project; files of verl 0.8 have no number of a format."""
     return "format" in state
 
 

@@ -97,7 +97,7 @@ class TensorArray:
     """The bits of a CPU tensor as integers, since NumPy lacks some of torch's dtypes."""
 
     dtype: str
-    """Of the tensor, e.g. ``"bfloat16"``."""
+    """Format of the tensor's elements, e.g. ``"bfloat16"``."""
     bits: np.ndarray
     """Integers of the same size and shape."""
 

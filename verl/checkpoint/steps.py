@@ -162,7 +162,7 @@ def read_lineage(folder: Path, fallback: str) -> Lineage | None:
 
 
 def contains_step(lineage: Lineage, step: int, run: str) -> bool:
-    """Whether ``lineage`` contains ``step`` as saved by ``run``; another process may have saved the same number."""
+    """Return whether ``lineage`` has ``step`` as saved by ``run``; another process may have saved the same number."""
     return any(run == process and step <= last for process, last in lineage)
 
 

@@ -119,7 +119,7 @@ class TorchDistFiles:
                 "folder that has it and files __*.distcp. Other formats (zarr, fsdp_dtensor) are not read."
             )
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """Of all tensors."""
+        """Shapes of all tensors in the checkpoint."""
         self.dtypes: dict[str, torch.dtype] = {}
         self._boxes: dict[str, list[_StoredBox]] = {}
         try:

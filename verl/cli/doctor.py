@@ -206,7 +206,7 @@ def _bubblewrap() -> Finding:
 
 
 def _this_folder() -> Finding:
-    """Whether runs that start here can write: below it are, unless set otherwise, their settings and checkpoints."""
+    """Check that runs can write to the working directory: their settings and checkpoints are below it by default."""
     try:
         with tempfile.TemporaryFile(dir="."):
             return Finding("this folder", "ok", "can be written")

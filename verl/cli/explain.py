@@ -1,4 +1,4 @@
-"""What a setting means, in which commands it is, what follows from it, and where the code reads it."""
+"""Explain a setting: its meaning, the commands that have it, what follows from it, and the code that reads it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What public programs expect of verl and runs of verl do not need; no module outside of this package imports it.
+"""Names that public programs import and runs of verl do not need; no module outside of this package imports it.
 
-- ``import_hooks``: what gives a process these paths and names; ``verl/__init__.py`` installs it.
+- ``import_hooks``: importers that add these paths and names to a process; ``verl/__init__.py`` installs it.
 - ``old_paths``: import paths of other versions, files of re-exports.
 - ``reexports``: names that modules of other versions show besides their own.
 - ``absent_names``: names that are not here on purpose, and what to use instead.

@@ -117,7 +117,7 @@ class UpdateConfig(BaseConfig):
     data_loader_seed: int = setting(42, ge=0)
     """Seed of that order."""
     loss_agg_mode: LossAggMode = setting("token-mean")
-    """How per-token losses are aggregated to a scalar; all denominators are global. `prompt-mean` weighs all prompts
+    """Aggregation of per-token losses to a scalar; all denominators are global. `prompt-mean` weighs all prompts
     equally, and all tokens in the responses to one prompt."""
     checkpoint: CheckpointConfig = subsection(CheckpointConfig)
     """Contents of a checkpoint."""
@@ -134,7 +134,7 @@ class ActorConfig(UpdateConfig):
     """One update of the policy: batches, loss, optimizer."""
 
     clip_ratio: float = setting(0.2, ge=0)
-    """How far the ratio of new to old probability may move before its gradient stops."""
+    """Largest distance of the ratio of new to old probability from 1 before its gradient stops."""
     clip_ratio_low: float = setting(factory=follows_clip_ratio, ge=0)
     """Clip range for falling probabilities; by default `clip_ratio`."""
     clip_ratio_high: float = setting(factory=follows_clip_ratio, ge=0)
@@ -166,7 +166,7 @@ class ActorConfig(UpdateConfig):
     calculate_entropy: bool = setting(False)
     """Compute and log the entropy during the update even if the bonus has no weight."""
     recompute_old_log_probs: Literal["auto", "always"] = setting("auto")
-    """Whether a separate forward pass computes `old_log_probs`. `auto` skips it if the update's own pass gives the same
+    """True if a separate forward pass computes `old_log_probs`. `auto` skips it if the update's own pass gives the same
     result (one optimizer step per batch, and no earlier stage reads them); `always` never skips it."""
     use_kl_loss: bool = setting(False)
     """Add the divergence from the reference policy to the loss."""
@@ -189,7 +189,7 @@ class ActorConfig(UpdateConfig):
     copy."""
 
     def problems(self, path: str) -> Iterator[Problem]:
-        """What is divided by is not 0, the divergence is corrected once, the entropy bonus begins within its bounds."""
+        """Report divisors of 0, a divergence corrected twice, an entropy bonus that begins outside of its bounds."""
         if self.policy_loss.loss_mode == "cfpo":
             for key in ("clip_ratio_low", "clip_ratio_high"):
                 if not self[key]:

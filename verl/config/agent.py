@@ -13,15 +13,15 @@ ENVIRONMENT_AGENT = "environment_agent"
 TrajectoryStatus = Literal[
     "done", "turns_used_up", "context_full", "tool_error", "environment_error", "timeout", "cancelled", "agent_error"
 ]
-"""How a trajectory ended: by itself; at a limit of turns or of tokens; because a tool, its environment, or the agent's
+"""End of a trajectory: by itself; at a limit of turns or of tokens; because a tool, its environment, or the agent's
 own code failed; because it took too long; or because somebody cancelled it."""
 
 ClassEntries = str | tuple[dict[str, object], ...] | None
 """Path of a YAML file that lists classes with their settings, or the list."""
 
 OnFailure = Literal["train", "mask", "zero", "redraw"]
-"""What becomes of a trajectory with some status: it is trained on; it is left out; it is trained on with score 0; it is
-drawn again, and left out if that fails too."""
+"""Treatment of a trajectory by its status: train on it; leave it out; train on it with score 0; sample it again, and
+leave it out if that fails too."""
 
 
 def _on_failure() -> dict[TrajectoryStatus, OnFailure]:
@@ -53,7 +53,7 @@ class MultiTurnConfig(BaseConfig):
     max_tool_response_length: int = setting(256, ge=1)
     """Maximum length of the result of a tool call, in tokens; longer results are cut."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = setting("middle")
-    """Which part of a longer result is kept: `left` its beginning, `right` its end, `middle` both."""
+    """Part of a longer result that is kept: `left` its beginning, `right` its end, `middle` both."""
     malformed_call_penalty: float = setting(0.0, ge=0)
     """Penalty on the score for each malformed tool call, on the turn that wrote it."""
     tool_config_path: ClassEntries = setting(None, path=True)
@@ -69,8 +69,7 @@ class MultiTurnConfig(BaseConfig):
     format: str = setting("hermes")
     """Format in which the model writes tool calls."""
     tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"] = setting("strict")
-    """How the tokens of a conversation are compared with those of its whole text, rendered at once; differences are
-    counted."""
+    """Comparison of a conversation's tokens with those of its text when rendered at once; differences are counted."""
     use_inference_chat_template: bool = setting(False)
     """Let the chat template rewrite history between turns, as a server with the OpenAI protocol would; a rewritten
     history starts another training sequence. If false, sampled tokens never change."""

@@ -1,4 +1,4 @@
-"""What the settings of asynchronous training say together."""
+"""Schedule of asynchronous training, derived from its settings together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Mode = Literal["sync", "lag", "colocated", "separate"]
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncPlan:
-    """When samples are drawn, with which weights, and how old they may become.
+    """Schedule of sampling: when prompts start, with which weights, and how old their samples may become.
 
     The age of a sample is the number of updates of the policy between the weights that the engines had when its prompt
     started and the step that trains on it; 0 if the step trains on samples of the newest weights. No token is older.
@@ -30,7 +30,7 @@ class AsyncPlan:
     volume: float | None
     """Between two transfers of weights at most ``1 + volume`` times as many prompts start as are trained on."""
     strategy: Strategy
-    """What keeps the bound: a step that waits in time, dropping groups that became older, or waiting at the bound."""
+    """Way to keep the bound: a step that waits in time, dropping groups that became older, or waiting at the bound."""
     sync_every: int
     """Steps (updates of the policy) between two transfers of weights."""
     batch_prompts: int
@@ -69,7 +69,7 @@ class AsyncPlan:
 
     @property
     def is_free_running(self) -> bool:
-        """Whether samples are drawn as they come, so that which weights drew them depends on the time they took."""
+        """True if sampling never waits for steps, so that the weights behind a sample depend on timing."""
         return self.mode in ("colocated", "separate")
 
     @property

@@ -56,7 +56,7 @@ class SeparateAsyncConfig(BaseConfig):
 
 @section
 class OffPolicySamplerConfig(BaseConfig):
-    """Which samples a step trains on in the two asynchronous modes."""
+    """Selection of the samples that a step trains on, in the two asynchronous modes."""
 
     max_off_policy_threshold: int = setting(8, ge=0)
     """Largest age of a sample: updates of the policy after the weights that the engines had when its prompt started.
@@ -78,4 +78,4 @@ class V1Config(BaseConfig):
     separate_async: SeparateAsyncConfig = subsection(SeparateAsyncConfig)
     """Settings of `trainer_mode=separate_async`."""
     sampler: OffPolicySamplerConfig = subsection(OffPolicySamplerConfig)
-    """Which samples a step trains on in the two asynchronous modes."""
+    """Selection of the samples that a step trains on, in the two asynchronous modes."""

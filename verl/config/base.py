@@ -127,7 +127,7 @@ def _made_by(cls: type[BaseConfig], values: object) -> object:
 
 
 def _null_is_default(cls: type[BaseConfig], name: str) -> bool:
-    """Whether public constructors take null for the default: for a section, and where ``KEYWORDS`` says so."""
+    """Return whether public constructors take null for the default: for a section, and where ``KEYWORDS`` says so."""
     field = config_fields(cls).get(name)
     if field is None:
         return False
@@ -163,7 +163,7 @@ def _take_inactive(cls: type[BaseConfig], values: dict[str, object], others: Col
 
 
 def _is_off(value: object) -> bool:
-    """Whether a value switches nothing on: null, false, nothing in it, or a section with ``enable=false``."""
+    """Return whether a value switches nothing on: null, false, nothing in it, or a section with ``enable=false``."""
     if isinstance(value, Mapping) and value:
         return not value.get("enable", value.get("enabled", True))
     return value is None or value is False or (isinstance(value, Sized) and len(value) == 0)
@@ -342,7 +342,7 @@ def section(cls: type[T]) -> type[T]:
 
 
 def _extended_by_dataclass(cls: type) -> bool:
-    """Whether the standard library's decorator made a class's own fields, on top of a section's."""
+    """Return whether the standard library's decorator made a class's own fields, on top of a section's."""
     return "__dataclass_fields__" in vars(cls) and "__pydantic_fields__" not in vars(cls)
 
 
@@ -423,7 +423,7 @@ def config_fields(cls: type) -> Mapping[str, FieldInfo]:
 
 
 def is_section(cls: type) -> bool:
-    """Whether the class, or one that it derives from, was made by :func:`section`."""
+    """Return whether the class, or one that it derives from, was made by :func:`section`."""
     return hasattr(cls, "__pydantic_fields__")
 
 

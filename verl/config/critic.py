@@ -56,7 +56,7 @@ class CriticConfig(UpdateConfig):
     ppo_epochs: int = setting(1, ge=1, interpolation="${oc.select:actor_rollout_ref.actor.ppo_epochs,1}")
     shuffle: bool = setting(False, interpolation="${oc.select:actor_rollout_ref.actor.shuffle,false}")
     cliprange_value: float = setting(0.5, ge=0)
-    """How far a value may move from its old one before its gradient stops."""
+    """Largest change of a value from its old one before its gradient stops."""
     loss_agg_mode: LossAggMode = setting(
         "token-mean", interpolation="${oc.select:actor_rollout_ref.actor.loss_agg_mode,token-mean}"
     )

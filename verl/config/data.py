@@ -33,12 +33,12 @@ class SamplerConfig(BaseConfig):
 
 @section
 class CurriculumConfig(BaseConfig):
-    """Which rows `DifficultyCurriculum` samples more often."""
+    """Preferences of `DifficultyCurriculum` among the rows."""
 
     target_success: float = setting(0.5, gt=0, lt=1)
     """Success rate of the rows that are sampled most often."""
     sharpness: float = setting(4.0, ge=0)
-    """How fast a row's weight falls with the distance of its success rate from the target; 0 weighs all rows equally.
+    """Speed at which a row's weight falls with the distance of its success rate from the target; 0 weighs all equally.
     """
     decay: float = setting(0.5, ge=0, le=1)
     """Factor on the weight of a row's earlier outcomes each time it is sampled again."""
@@ -113,7 +113,7 @@ class DataConfig(BaseConfig):
     filter_overlong_prompts_workers: int = setting(1, ge=1)
     """Processes that measure the length of prompts for that filter."""
     truncation: Truncation = setting("error")
-    """What happens to a longer prompt: an error, or truncation on the left, on the right or in the middle."""
+    """Treatment of a longer prompt: an error, or truncation on the left, on the right or in the middle."""
     image_key: str = setting("images")
     """Column of images, a list in each row, for models with an image processor (docs/images.md)."""
     video_key: str = setting("videos")
@@ -123,7 +123,7 @@ class DataConfig(BaseConfig):
     sampler: SamplerConfig = subsection(SamplerConfig)
     """A sampler that adapts to the results of earlier batches, or your own."""
     curriculum: CurriculumConfig = subsection(CurriculumConfig)
-    """Which rows the built-in curriculum samples more often."""
+    """Preferences of the built-in curriculum among the rows."""
     source_weights: dict[str, float] = setting(factory=dict)
     """Weight of each data source, for its share of every batch; empty treats all files as one source."""
     datagen: DatagenConfig = subsection(DatagenConfig)

@@ -24,7 +24,7 @@ UNNAMED = "teacher_model"
 
 @section
 class TeacherInferenceConfig(BaseConfig):
-    """How a teacher computes log-probs."""
+    """Batch sizes and engine with which a teacher computes log-probs."""
 
     hydra_target: ClassVar[str] = "verl.workers.config.RolloutConfig"
 
@@ -83,12 +83,12 @@ class TeacherInferenceConfig(BaseConfig):
 
     @property
     def is_forward_pass(self) -> bool:
-        """Whether the teacher is a forward pass of the training engine."""
+        """True if the teacher is a forward pass of the training engine."""
         return self.name in FORWARD_PASSES
 
     @property
     def is_engine(self) -> bool:
-        """Whether the teacher is a rollout engine."""
+        """True if the teacher is a rollout engine."""
         return self.name in OTHER_PROGRAMS
 
     def rollout(self, topk: int = 0, stays_awake: bool = False) -> RolloutConfig:
@@ -140,7 +140,7 @@ class DistillationTeacherModelConfig(BaseConfig):
     model_path: str | None = setting(None, path=True, remote=True)
     """Model folder or Hugging Face name; its vocabulary is the policy's, unless `distillation.alignment` is `text`."""
     inference: TeacherInferenceConfig = subsection(TeacherInferenceConfig)
-    """How the teacher computes log-probs."""
+    """Batch sizes and engine with which the teacher computes log-probs."""
 
 
 @section
@@ -200,7 +200,7 @@ class SelfDistillationConfig(BaseConfig):
     ema_decay: float = setting(0.99, ge=0, le=1)
     """Share of the average that a step keeps, with `weights=ema`: 0 is `policy`, 1 is `initial`."""
     template: str | None = setting(None)
-    """What the teacher reads as the last user message: Jinja text, or the name of a built-in template (reference,
+    """Last user message for the teacher: Jinja text, or the name of a built-in template (reference,
     demonstration, attempts). A row for which it renders nothing is not learnt from."""
     template_path: str | None = setting(None, path=True)
     """File of the Jinja text, instead of `template`."""
@@ -209,7 +209,7 @@ class SelfDistillationConfig(BaseConfig):
     teacher_prompt_length: int = setting(1024, ge=1)
     """Maximum length of the teacher's prompt, in tokens."""
     teacher_prompt_truncation: Truncation = setting("error")
-    """What happens to a longer one: an error, or truncation on the left, on the right or in the middle."""
+    """Treatment of a longer one: an error, or truncation on the left, on the right or in the middle."""
 
     def problems(self, path: str) -> Iterator[Problem]:
         """There is one template."""
@@ -257,7 +257,7 @@ class DistillationConfig(BaseConfig):
 
     @property
     def aligns_text(self) -> bool:
-        """Whether teachers may have other tokenizers than the policy."""
+        """True if teachers may have other tokenizers than the policy."""
         return self.enabled and self.alignment == "text" and not self.is_of_itself
 
     @property
@@ -276,17 +276,17 @@ class DistillationConfig(BaseConfig):
 
     @property
     def is_of_itself(self) -> bool:
-        """Whether the policy is its own teacher, so that no other is loaded."""
+        """True if the policy is its own teacher, so that no other is loaded."""
         return self.enabled and self.self_distillation.enabled
 
     @property
     def replaces_rewards(self) -> bool:
-        """Whether the policy learns from teachers alone: rewards, and the advantages made of them, are metrics."""
+        """True if the policy learns from teachers alone: rewards, and the advantages made of them, are metrics."""
         return self.enabled and not self.distillation_loss.use_task_rewards
 
     @property
     def has_forward_passes(self) -> bool:
-        """Whether the teachers are forward passes of the training engine, which all are or none."""
+        """True if the teachers are forward passes of the training engine, which all are or none."""
         return any(teacher.inference.is_forward_pass for teacher in self.teachers.values())
 
     @property

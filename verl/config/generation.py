@@ -49,7 +49,7 @@ class GenerationConfig(BaseConfig):
     rollout: RolloutConfig = subsection(RolloutConfig, top_k=50, top_p=0.7, prompt_length=1536)
     """Sampling settings and engine."""
     ray_kwargs: RayConfig = subsection(RayConfig)
-    """How Ray is started."""
+    """Settings with which Ray is started."""
 
     def problems(self, path: str) -> Iterator[Problem]:
         """Greedy decoding has one response per prompt, and nothing is observed that only training has."""
@@ -100,4 +100,4 @@ class EvalConfig(BaseConfig):
     custom_reward_function: CustomRewardFunctionConfig = subsection(CustomRewardFunctionConfig)
     """Your own scorer."""
     ray_kwargs: RayConfig = subsection(RayConfig)
-    """How Ray is started."""
+    """Settings with which Ray is started."""

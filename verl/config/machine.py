@@ -48,7 +48,7 @@ def assumed_gpus(per_node: int) -> Iterator[None]:
 
 
 def has_driver() -> bool:
-    """Whether the driver of a GPU is loaded on this machine; PyTorch may still be unable to use it."""
+    """Return whether the driver of a GPU is loaded on this machine; PyTorch may still be unable to use it."""
     return any(map(os.path.exists, DRIVER_FILES))
 
 

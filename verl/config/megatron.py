@@ -109,7 +109,7 @@ class McoreEngineConfig(BaseConfig):
     use_mbridge: bool = setting(True)
     """Read and write Hugging Face folders; always on, so this key has no effect."""
     vanilla_mbridge: bool = setting(True)
-    """Which bridge reads them; this key has no effect."""
+    """Bridge that reads the weights; this key has no effect."""
     seed: int = setting(42, ge=0)
     """Seed of this model's random numbers."""
     forward_only: bool = setting(False)

@@ -18,7 +18,7 @@ ALL_LINEAR = "all-linear"
 
 
 def pattern_problems(path: str, settings: Mapping[str, ModuleNames | None]) -> Iterator[Problem]:
-    """Of settings that choose layers, those that are no regular expression; ``path`` is the section's."""
+    """Report settings that select layers and are no valid regular expression; ``path`` is the section's."""
     for name, value in settings.items():
         if not isinstance(value, str) or value == ALL_LINEAR:
             continue
@@ -60,7 +60,7 @@ class PretrainedModelConfig(BaseConfig):
     use_remove_padding: bool = setting(False)
     """Pack sequences one after another, so that padding is not computed."""
     use_liger: bool | None = setting(None)
-    """Whether norms, gates of MLPs and rotations on a GPU are Liger's kernels, under FSDP and in the engine `native`.
+    """True if norms, gates of MLPs and rotations on a GPU are Liger's kernels, under FSDP and in the engine `native`.
     null: where the package `liger-kernel` is installed. On CPUs and under Megatron it has no effect."""
 
 
@@ -90,7 +90,7 @@ class TrainedModelConfig(PretrainedModelConfig):
 
     @property
     def has_adapters(self) -> bool:
-        """Whether LoRA adapters (and a critic's head) are trained instead of all weights."""
+        """True if LoRA adapters (and a critic's head) are trained instead of all weights."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
 
     def problems(self, path: str) -> Iterator[Problem]:
@@ -137,7 +137,7 @@ FP16 = ("fp16", "float16")
 
 @section
 class WrapPolicyConfig(BaseConfig):
-    """Which modules are sharded as units."""
+    """Modules that are sharded as units."""
 
     min_num_params: int = setting(0, ge=0)
     """Shard every module with at least this many parameters; 0 shards by layer class."""
@@ -168,7 +168,7 @@ class FSDPEngineConfig(BaseConfig):
     hydra_target: ClassVar[str] = "verl.workers.config.FSDPEngineConfig"
 
     wrap_policy: WrapPolicyConfig = subsection(WrapPolicyConfig)
-    """Which modules are sharded as units."""
+    """Modules that are sharded as units."""
     mixed_precision: MixedPrecisionConfig | None = setting(None)
     """Precision inside the passes; null computes in `dtype` and sums gradients in fp32."""
     param_offload: bool = setting(False)
@@ -287,7 +287,7 @@ class FSDPOptimizerConfig(OptimizerConfig):
 
     @property
     def is_muon(self) -> bool:
-        """Whether matrices of hidden layers are trained by PyTorch's Muon, and other weights by AdamW."""
+        """True if matrices of hidden layers are trained by PyTorch's Muon, and other weights by AdamW."""
         return (self.optimizer_impl, self.optimizer) == ("torch.optim", "Muon")
 
     def problems(self, path: str) -> Iterator[Problem]:
@@ -340,17 +340,17 @@ def _same_as_saved(data: dict[str, Any]) -> tuple[str, ...]:
 
 @section
 class CheckpointConfig(BaseConfig):
-    """What is saved in a checkpoint, and what is loaded on resume."""
+    """Contents of checkpoints, and the parts that are loaded on resume."""
 
     hydra_target: ClassVar[str] = "verl.trainer.config.CheckpointConfig"
 
     save_contents: Annotated[tuple[CheckpointPart, ...], OneOrMany] = setting(("model", "optimizer", "extra"))
-    """What to save: `model` shards, `optimizer` state, `extra` (schedule, random states), `hf_model` (safetensors in
+    """Parts to save: `model` shards, `optimizer` state, `extra` (schedule, random states), `hf_model` (safetensors in
     the precision that the config of the model's folder names)."""
     load_contents: Annotated[tuple[CheckpointPart, ...], OneOrMany] = setting(
         factory=_same_as_saved, interpolation="${.save_contents}"
     )
-    """What to load on resume; by default everything that was saved."""
+    """Parts to load on resume; by default everything that was saved."""
     async_save: bool = setting(False)
     """Copy the state and write it while training continues, which needs memory for the copy; false makes the step wait.
     """

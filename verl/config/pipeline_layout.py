@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline has: equally many, or as `override_transformer_config` says.
+"""Layers of each pipeline stage: equally many, or as `override_transformer_config` says.
 
 The keys are megatron-core's. A model chunk is a range of consecutive layers; chunk i is on stage i mod p of p stages,
 so that with several chunks on a stage the pipeline is interleaved (arXiv:2104.04473).

@@ -103,7 +103,7 @@ class PPOConfig(BaseConfig):
     trainer: TrainerConfig = subsection(TrainerConfig)
     """Length, placement, logging, checkpoints and recovery of the run."""
     ray_kwargs: RayConfig = subsection(RayConfig)
-    """How Ray is started."""
+    """Settings with which Ray is started."""
     global_profiler: GlobalProfilerConfig = subsection(GlobalProfilerConfig)
     """Profiles of some steps."""
     composed: dict[str, object] = dataclasses.field(default_factory=dict, compare=False, metadata=INTERNAL)
@@ -118,7 +118,7 @@ class PPOConfig(BaseConfig):
 
     @property
     def judge_answers_agents(self) -> bool:
-        """Whether the judge is awake while conversations are held, too: on ranks that have no other work."""
+        """True if the judge is awake while conversations are held, too: on ranks that have no other work."""
         is_apart = self.reward_model.enable_resource_pool and self.trainer.controller == "ray"
         return self.judge is not None and is_apart
 

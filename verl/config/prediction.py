@@ -42,10 +42,10 @@ class MtpConfig(BaseConfig):
 
     @property
     def is_trained(self) -> bool:
-        """Whether heads are trained."""
+        """True if heads are trained."""
         return self.enable and self.enable_train
 
     @property
     def is_in_rollout(self) -> bool:
-        """Whether the rollout engine uses the heads."""
+        """True if the rollout engine uses the heads."""
         return self.enable and self.enable_rollout

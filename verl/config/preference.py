@@ -36,7 +36,7 @@ class PreferenceDataConfig(SupervisedDataConfig):
     image_key: str = setting("images")
     """Column of images, one for each `<image>` in the prompt; for models with an image processor."""
     truncation: Literal["error", "left", "right"] = setting("error")
-    """What happens to a longer pair: an error, or truncation of both sides, of the prompt (left) or of the ends
+    """Treatment of a longer pair: an error, or truncation of both sides, of the prompt (left) or of the ends
     (right)."""
 
 
@@ -140,7 +140,7 @@ class DPOConfig(PreferenceConfig):
 
     @property
     def reference_is_policy(self) -> bool:
-        """Whether the reference is the policy without its LoRA adapters, so that no second model is loaded."""
+        """True if the reference is the policy without its LoRA adapters, so that no second model is loaded."""
         return self.model.has_adapters and self.ref.path is None
 
     @property

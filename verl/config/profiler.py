@@ -24,7 +24,7 @@ class TorchProfilerToolConfig(BaseConfig):
     hydra_target: ClassVar[str] = "verl.utils.profiler.config.TorchProfilerToolConfig"
 
     contents: tuple[Contents, ...] = setting(())
-    """What to record; empty records the time on the CPU and on the GPU."""
+    """Activities to record; empty records the time on the CPU and on the GPU."""
     discrete: bool = setting(False)
     """Profile each annotated call separately, instead of everything from start to stop; only for your own workers with
     a `DistProfiler`."""
@@ -40,7 +40,7 @@ class ModelToolsConfig(BaseConfig):
 
 @section
 class RoleProfilerConfig(BaseConfig):
-    """Which ranks of a role are profiled, at the steps of `global_profiler.steps`."""
+    """Selection of the ranks of a role that are profiled, at the steps of `global_profiler.steps`."""
 
     hydra_target: ClassVar[str] = "verl.utils.profiler.ProfilerConfig"
 
@@ -52,7 +52,7 @@ class RoleProfilerConfig(BaseConfig):
     """Ranks to profile."""
 
     def covers(self, rank: int) -> bool:
-        """Whether ``rank`` is one to profile."""
+        """Return whether ``rank`` is profiled."""
         return self.enable and (self.all_ranks or rank in self.ranks)
 
     def problems(self, path: str) -> Iterator[Problem]:

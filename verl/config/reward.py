@@ -56,7 +56,7 @@ FailurePolicy = Literal["mask", "drop_group", "stop"]
 
 @section
 class SandboxFusionConfig(BaseConfig):
-    """Where generated programs run: on a SandboxFusion service, or in the sandbox of this machine."""
+    """Place where generated programs run: a SandboxFusion service, or the sandbox of this machine."""
 
     url: str | None = setting(None)
     """Address of a SandboxFusion service, such as `http://host:8080`; null runs programs on this machine, in the
@@ -184,7 +184,7 @@ class RewardModelConfig(BaseConfig, DistributedModel):
     num_workers: int = setting(1, ge=1)
     """Processes that score; more are started temporarily while slow samples occupy some of them."""
     sandbox_fusion: SandboxFusionConfig = subsection(SandboxFusionConfig)
-    """Where generated programs run: on a SandboxFusion service, or in the sandbox of this machine."""
+    """Place where generated programs run: a SandboxFusion service, or the sandbox of this machine."""
 
     @property
     def placement(self) -> FSDPEngineConfig | McoreEngineConfig:

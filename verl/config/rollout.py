@@ -175,7 +175,7 @@ class RolloutConfig(BaseConfig):
     max_num_seqs: int = setting(256, ge=1)
     """Sequences that the engine runs at once."""
     load_format: str = setting("dummy")
-    """How the engine loads its first weights: `dummy` waits for the trainer's (`vllm`, `sglang`)."""
+    """Source of the engine's first weights: `dummy` waits for the trainer's (`vllm`, `sglang`)."""
     merge_adapters: bool = setting(True)
     """Merge LoRA adapters into the weights that the engine receives; false sends the base weights once and then only
     adapters, which the engine applies (`vllm`, `sglang`). `native` and `hf` merge in fp32 alone."""
@@ -261,12 +261,12 @@ class RolloutConfig(BaseConfig):
 
     @property
     def shares_experts(self) -> bool:
-        """Whether the ranks of several copies of the model share its experts, so that these are one engine."""
+        """True if the ranks of several copies of the model share its experts, so that these are one engine."""
         return self.data_parallel_size > 1 and self.expert_parallel_size > self.tensor_model_parallel_size
 
     @property
     def kept_ids_width(self) -> int:
-        """How many ids per drawn token `keep_sampling_mask` returns at most; 0 without it.
+        """Largest number of ids that `keep_sampling_mask` returns for a sampled token; 0 without it.
 
         vLLM keeps all tokens that are as likely as the last one of `top_k`, which are several where logits are in bf16.
         """

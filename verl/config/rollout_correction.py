@@ -39,18 +39,18 @@ class RolloutCorrectionConfig(BaseConfig):
 
     @property
     def is_decoupled(self) -> bool:
-        """Whether the driver computes weights or rejection, from the trainer's own old log-probs."""
+        """True if the driver computes weights or rejection, from the trainer's own old log-probs."""
         recomputes = not self.bypass_mode and not self.interpolates
         return recomputes and (self.rollout_is is not None or self.rollout_rs is not None)
 
     @property
     def weighs_by_response(self) -> bool:
-        """Whether the driver's correction is weights that depend on one response each, so that a loss can make them."""
+        """True if the driver's correction is weights that depend on one response each, so that a loss can make them."""
         return self.is_decoupled and self.rollout_rs is None and not self.rollout_is_batch_normalize
 
     @property
     def interpolates(self) -> bool:
-        """Whether the policy loss interpolates the old log-probs (A-3PO)."""
+        """True if the policy loss interpolates the old log-probs (A-3PO)."""
         return self.prox_logp_method == "loglinear"
 
     @classmethod

@@ -71,7 +71,7 @@ class ServeConfig(BaseConfig):
     rollout: SamplerEngineConfig = subsection(SamplerEngineConfig)
     """Rollout engine."""
     ray_kwargs: RayConfig = subsection(RayConfig)
-    """How Ray is started."""
+    """Settings with which Ray is started."""
 
     def problems(self, path: str) -> Iterator[Problem]:
         """Adapters of clients lie in the memory of the ranks, side by side."""

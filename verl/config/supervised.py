@@ -41,7 +41,7 @@ class SupervisedDataConfig(BaseConfig):
     max_length: int = setting(1024, ge=2)
     """Maximum length of a sequence in tokens, prompt and response together."""
     truncation: Truncation = setting("error")
-    """What happens to a longer sequence: an error, or truncation on the left, on the right or in the middle."""
+    """Treatment of a longer sequence: an error, or truncation on the left, on the right or in the middle."""
     balance_dp_token: bool = setting(False)
     """Order rows so that ranks get nearly equal numbers of tokens."""
     shuffle: bool = setting(True)
@@ -75,7 +75,7 @@ class SupervisedConfig(BaseConfig, DistributedModel):
     trainer: SFTTrainerConfig = subsection(SFTTrainerConfig)
     """Length, placement, logging, checkpoints and recovery of the run."""
     ray_kwargs: RayConfig = subsection(RayConfig)
-    """How Ray is started."""
+    """Settings with which Ray is started."""
     megatron: McoreEngineConfig = subsection(McoreEngineConfig)
     """With `engine.strategy=megatron`: parallel sizes, precision, offload."""
     composed: dict[str, object] = dataclasses.field(default_factory=dict, compare=False, metadata=INTERNAL)

@@ -141,7 +141,7 @@ class BaseTrainerConfig(PlacementConfig):
 
     @property
     def saves(self) -> bool:
-        """Whether the run saves checkpoints, the last step at least."""
+        """True if the run saves checkpoints, the last step at least."""
         return self.save_freq >= 0
 
     def problems(self, path: str) -> Iterator[Problem]:
@@ -232,7 +232,7 @@ class TrainerConfig(BaseTrainerConfig):
 
     @property
     def saves(self) -> bool:
-        """Whether the run saves checkpoints; one that trains nothing does not."""
+        """True if the run saves checkpoints; one that trains nothing does not."""
         return super().saves and not self.val_only and not self.rollout_only
 
     def problems(self, path: str) -> Iterator[Problem]:
@@ -295,7 +295,7 @@ def _ray_init() -> dict[str, object]:
 
 @section
 class RayConfig(BaseConfig):
-    """How Ray is started."""
+    """Settings with which Ray is started."""
 
     ray_init: dict[str, object] = setting(factory=_ray_init)
     """Arguments of `ray.init`; with `num_cpus=null` Ray counts the CPUs."""

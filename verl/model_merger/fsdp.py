@@ -352,7 +352,7 @@ def _check_names(weights: Mapping[str, object], expected: set[str], source: Path
 
 @dataclass(frozen=True)
 class _Digest:
-    """What identifies a weight that was written, so that it need not be read again to be compared."""
+    """Digest of a written weight, to compare weights without reading the file again."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -364,7 +364,7 @@ class _Digest:
         return cls(weight.dtype, weight.shape, hashlib.sha256(values).digest())
 
     def fits(self, weight: Tensor) -> bool:
-        """Whether a weight has the same values, maybe in a wider format."""
+        """Return whether a weight has the same values, maybe in a wider format."""
         narrow = weight.to(self.dtype)
         return torch.equal(narrow.to(weight.dtype), weight) and _Digest.of(narrow) == self
 

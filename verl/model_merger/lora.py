@@ -58,7 +58,7 @@ _TYPES: dict[str, ModelType] = {
 
 
 def has_adapters(weights: Mapping[str, Tensor]) -> bool:
-    """Whether these weights of shards are adapters, or have some among them."""
+    """Return whether these weights of shards are adapters, or have some among them."""
     return any(".lora_A." in name for name in weights)
 
 

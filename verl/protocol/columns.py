@@ -227,7 +227,7 @@ def list_of_dict_to_dict_of_list(list_of_dict: list[dict[str, object]]) -> dict[
 
 
 def is_tensordict(value: object) -> TypeGuard[TensorDict]:
-    """Whether ``value`` is a TensorDict."""
+    """Return whether ``value`` is a TensorDict."""
     # If the library is not loaded, no TensorDict can exist.
     tensordict = sys.modules.get("tensordict")
     return tensordict is not None and isinstance(value, tensordict.TensorDict)

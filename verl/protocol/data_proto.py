@@ -311,7 +311,7 @@ class DataProto(MethodsForScripts):
     # ---- parts and wholes ---------------------------------------------------------------------
 
     def is_padding_enabled(self) -> bool:
-        """Whether dispatch may pad this batch and ``chunk`` may return parts of unequal length."""
+        """Return whether dispatch may pad this batch and ``chunk`` may return parts of unequal length."""
         return self.auto_padding or DataProtoConfig.auto_padding
 
     def chunk(self, chunks: int) -> list[DataProto]:

@@ -74,7 +74,7 @@ class SharedTensors(Mapping[str, Tensor]):
 
 
 _known: WeakValueDictionary[object, SharedTensors] = WeakValueDictionary()
-"""What this process holds by reference, so that rows that arrive in several calls share it."""
+"""Tensors that this process received by reference; rows of several calls share them."""
 
 
 def _given(arrays: Arrays) -> SharedTensors:

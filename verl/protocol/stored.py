@@ -50,13 +50,13 @@ def by_reference() -> Iterator[None]:
 
 
 def travels_by_reference() -> bool:
-    """Whether the current thread is in a block of :func:`by_reference`."""
+    """Return whether the current thread is in a block of :func:`by_reference`."""
     return getattr(_travel, "by_reference", False)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where each row of a column lies: in which result, and in which row of its column ``name``."""
+    """Location of each row of a column: the result that has it, and the row of its column ``name``."""
 
     results: tuple[object, ...]
     """References to results of worker calls, each a ``DataProto``."""
@@ -79,7 +79,7 @@ class Origin:
         return Origin(results, names, result.astype(np.int32), self.row[rows])
 
     def is_whole(self, lengths: Sequence[int]) -> bool:
-        """Whether these are all rows of results with columns of ``lengths`` rows, in their order."""
+        """Return whether these are all rows of results with columns of ``lengths`` rows, in their order."""
         if len(self.row) != sum(lengths):
             return False
         ordered = np.concatenate([np.arange(length) for length in lengths]) if lengths else self.row
@@ -136,16 +136,16 @@ class StoredColumn:
 
     @property
     def was_read(self) -> bool:
-        """Whether this process holds the tensor."""
+        """True if this process holds the tensor."""
         return self._tensor is not None
 
     @property
     def is_as_stored(self) -> bool:
-        """Whether torch has not written to the tensor, or to a view of it, since it was read."""
+        """True if torch has not written to the tensor, or to a view of it, since it was read."""
         return self._tensor is None or (self._version != NEVER and self._tensor._version == self._version)
 
     def is_unchanged(self) -> bool:
-        """Whether nothing has written to the tensor since it was read, which takes a look at all of its bytes."""
+        """Return whether the tensor is as it was read, by comparing all of its bytes."""
         return self._tensor is None or (self.is_as_stored and _sum(self._tensor) == self._sum)
 
     def tensor(self) -> Tensor:
@@ -164,7 +164,7 @@ class StoredColumn:
 
     @property
     def _is_here(self) -> bool:
-        """Whether the tensor can be made without fetching anything."""
+        """True if the tensor can be made without fetching anything."""
         source = self._chosen_from
         return self.was_read or self._parts is not None or (source is not None and source[0].is_unchanged())
 

@@ -27,7 +27,7 @@ def adopt_orphans(adopt: bool = True) -> None:
 
 
 def adopts_orphans() -> bool:
-    """Whether :func:`adopt_orphans` is in force."""
+    """Return whether :func:`adopt_orphans` is in force."""
     value = ctypes.c_int()
     _prctl(_GET_CHILD_SUBREAPER, ctypes.byref(value))
     return bool(value.value)

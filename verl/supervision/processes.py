@@ -44,12 +44,12 @@ def state_of(pid: int) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
+    """Return whether a process exists and is not a zombie."""
     return bool(state_of(pid))
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by SIGSTOP or a debugger; false if it does not exist."""
+    """Return whether a process is stopped by SIGSTOP or a debugger; false if it does not exist."""
     return state_of(pid) in STOPPED
 
 

@@ -142,7 +142,7 @@ class _ForwardedSignals:
 
 
 def _is_in_foreground(process: int) -> bool:
-    """Whether a process is in the foreground process group of this process's terminal."""
+    """Return whether a process is in the foreground process group of this process's terminal."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -54,7 +54,7 @@ class Frame:
 
     @property
     def is_torch(self) -> bool:
-        """Whether the frame's file belongs to PyTorch."""
+        """True if the frame's file belongs to PyTorch."""
         return "/torch/" in self.file
 
 
@@ -67,7 +67,7 @@ class Snapshot:
     text: str
     """Stacks of all threads in the format of ``faulthandler``; empty if the process wrote none."""
     is_prepared: bool = True
-    """Whether the process had called :func:`write_stacks_on_signal`."""
+    """True if the process had called :func:`write_stacks_on_signal`."""
 
     def threads(self) -> list[list[Frame]]:
         """The frames of each thread, the innermost first."""
@@ -84,7 +84,7 @@ class Snapshot:
 
     @property
     def is_in_collective(self) -> bool:
-        """Whether a thread is in ``torch.distributed``, with only frames of PyTorch inside that call."""
+        """True if a thread is in ``torch.distributed``, with only frames of PyTorch inside that call."""
         return any(_enters_collective(frames) for frames in self.threads())
 
     @property

@@ -73,7 +73,7 @@ class Tracking:
 
     supported_backend: ClassVar[list[str]] = TRACKERS.names()
     opened: ClassVar[list[Tracking]] = []
-    """Those of this process that are not finished, in order."""
+    """Instances of this process that are not finished, in order of creation."""
     listeners: ClassVar[list[Callable[[Mapping[str, float], int], None]]] = []
     """Called with the metrics and the step of every :meth:`log` in this process."""
 
@@ -159,7 +159,7 @@ class Tracking:
 
     @property
     def takes_pages(self) -> bool:
-        """Whether some tracker keeps what :meth:`log_page` is told, so that it is worth to be drawn."""
+        """True if some tracker stores pages of :meth:`log_page`; if not, drawing one is wasted."""
         return any(TRACKERS.get(name).log_page is not Tracker.log_page for name in self._health)
 
     def log_page(self, name: str, page: TokenPage, step: int) -> None:
@@ -176,7 +176,7 @@ class Tracking:
 
     @property
     def keeps_events(self) -> bool:
-        """Whether some tracker keeps what :meth:`log_event` is told, so that it is worth to be collected."""
+        """True if some tracker stores events of :meth:`log_event`; if not, collecting them is wasted."""
         return any(type(tracker).log_event is not Tracker.log_event for tracker in self.trackers.values())
 
     def log_event(self, event: str, **details: object) -> None:
@@ -247,7 +247,7 @@ class _Health:
     _calls_to_skip: int = 0
 
     def skips_call(self) -> bool:
-        """Whether this call is skipped, which counts as failed."""
+        """Return whether this call is skipped, which counts as failed."""
         if self._calls_to_skip == 0:
             return False
         self._calls_to_skip -= 1
@@ -399,7 +399,7 @@ def _names(backends: Names) -> list[str]:
 
 
 def _is_unreachable(error: BaseException | None) -> bool:
-    """Whether an error, or one that it was raised from, means that a server did not answer."""
+    """Return whether an error, or one that it was raised from, means that a server did not answer."""
     while error is not None:
         if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)) or _NO_ANSWER.search(str(error)):
             return not isinstance(error, VerlError)

@@ -120,7 +120,7 @@ class DealtBatch:
     sizes: list[int]
     """Rows of each mini-batch on each rank."""
     padding: frozenset[int] = field(default_factory=frozenset)
-    """Which of ``rows`` are padding."""
+    """Positions of ``rows`` that are padding."""
 
     def restore(self, made: DataProto) -> DataProto:
         """Put the ranks' results into the order of the original batch; a result without rows is returned as it is."""

@@ -1,4 +1,4 @@
-"""What a command's module defines: a function of a configuration, a command line, names that are loaded when used."""
+"""Parts of a command's module: its function of a configuration, its command line, and names that are loaded on use."""
 
 from __future__ import annotations
 

@@ -34,9 +34,9 @@ class Alert:
     rule: str
     metric: str
     reason: str
-    """What was seen, with numbers, and what it may mean."""
+    """Observation with its numbers, and its likely meaning."""
     samples: Samples = ""
-    """Which samples of the step show it."""
+    """Samples of the step that show it."""
 
 
 class History:
@@ -59,7 +59,7 @@ class History:
 
     @property
     def is_settled(self) -> bool:
-        """Whether there are as many values after the first ``WINDOW`` as means need."""
+        """True if there are as many values after the first ``WINDOW`` as means need."""
         return len(self.first) == WINDOW and len(self.recent) > WINDOW
 
     def mean(self) -> float:

@@ -62,7 +62,7 @@ class Schedule:
         return cls(total_steps, {"save": save_freq, "test": trainer.test_freq}, at_end)
 
     def due(self, event: str, step: int) -> bool:
-        """Whether ``event`` happens after ``step`` (counted from 1)."""
+        """Return whether ``event`` happens after ``step`` (counted from 1)."""
         frequency, is_last = self.frequencies[event], step == self.total_steps
         return (is_last and event in self.at_end) or (frequency > 0 and (is_last or step % frequency == 0))
 
@@ -188,7 +188,7 @@ class TrainingLoop:
 
     @property
     def has_workers(self) -> bool:
-        """Whether the workers run."""
+        """True if the workers run."""
         return bool(self.worker_groups.groups)
 
     @property
@@ -214,7 +214,7 @@ class TrainingLoop:
 
     @property
     def validates(self) -> bool:
-        """Whether the run can validate."""
+        """True if the run can validate."""
         raise NotImplementedError(f"{type(self).__name__} must say whether it validates.")
 
     def _validate(self) -> Metrics:
@@ -229,7 +229,7 @@ class TrainingLoop:
         return self.context_class(self.global_steps, observe=self.observe_stage)
 
     def observed(self, context: StepContext) -> AbstractContextManager[None]:
-        """What surrounds a step without being part of it, such as a profiler; a subclass overrides it."""
+        """Return a context entered around each step, such as a profiler; for subclasses to override."""
         return nullcontext()
 
     # ---- the run --------------------------------------------------------------------------------
@@ -464,11 +464,11 @@ class TrainingLoop:
         )
 
     def pending(self) -> Deferred[Mapping[str, DataProto]]:
-        """What was sampled and not trained on yet; a subclass that samples ahead overrides both methods."""
+        """Return batches that were sampled and not trained on yet; subclasses that sample ahead override the pair."""
         return Deferred.of({})
 
     def load_pending(self, batches: Mapping[str, DataProto]) -> None:
-        """Take back what :meth:`pending` gave."""
+        """Restore the batches that :meth:`pending` returned."""
 
     def go_on_from(self, state: RunState) -> None:
         """Restore the driver to ``state``."""

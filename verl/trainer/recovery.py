@@ -217,7 +217,7 @@ class Recovery:
 
     @property
     def can_save(self) -> bool:
-        """Whether :meth:`save` can write a state from memory, without the workers, that no checkpoint is newer than."""
+        """True if :meth:`save` can write a state from memory, without the workers, that no checkpoint is newer than."""
         newer = [held for held in self._held if self._is_newest(held)]
         # Of two snapshots the older one is complete; see hold.
         return bool(newer) and (newer[0] is not self._held[-1] or self._is_whole(newer[0]))
@@ -248,7 +248,7 @@ class Recovery:
         }
 
     def _is_newest(self, held: HeldState) -> bool:
-        """Whether this process has saved no checkpoint of a later step."""
+        """Return whether this process has saved no checkpoint of a later step."""
         return held.driver.global_step >= (self.checkpoint.last_saved or 0)
 
     def _is_whole(self, held: HeldState) -> bool:
@@ -348,7 +348,7 @@ class SnapshotSchedule:
         self._took = 0.0
 
     def is_due(self, step: int, groups: Mapping[str, WorkerGroup]) -> bool:
-        """Whether a snapshot is to be taken after ``step`` finished steps; asks the workers for its size once."""
+        """Return whether to take a snapshot after ``step`` finished steps; asks the workers for its size once."""
         if self.frequency is not None:
             return self.frequency > 0 and step % self.frequency == 0
         if self._has_room is None:

@@ -80,7 +80,7 @@ class Needs:
 
 
 def need_critic(config: PPOConfig | Mapping[str, object]) -> bool:
-    """Whether a critic is trained: ``critic.enable`` if set, else whether the estimator reads ``values``."""
+    """Return whether a critic is trained: ``critic.enable`` if set, else whether the estimator reads ``values``."""
     typed = _with_attributes(config)
     if typed.critic.enable is not None:
         return bool(typed.critic.enable)
@@ -95,7 +95,7 @@ def need_critic(config: PPOConfig | Mapping[str, object]) -> bool:
 
 
 def need_reference_policy(config: PPOConfig | Mapping[str, object] | Mapping[Role, type]) -> bool:
-    """Whether a frozen reference policy is loaded, for KL in the reward or in the loss.
+    """Return whether a frozen reference policy is loaded, for KL in the reward or in the loss.
 
     Of a dict of roles: whether the reference has a worker.
     """
@@ -106,14 +106,14 @@ def need_reference_policy(config: PPOConfig | Mapping[str, object] | Mapping[Rol
 
 
 def need_reward_model(config: PPOConfig | Mapping[Role, type]) -> bool:
-    """Whether a reward model of either kind is loaded, by the configuration or by the roles that have a worker."""
+    """Return whether a reward model of either kind is loaded: by the configuration, or as one of the roles."""
     if _is_role_mapping(config):
         return Role.RewardModel in config
     return bool(_with_attributes(config).reward_model.enable)
 
 
 def need_teacher_policy(config: PPOConfig | Mapping[str, object]) -> bool:
-    """Whether teachers are loaded, for distillation; a policy that teaches itself needs none."""
+    """Return whether teachers are loaded, for distillation; a policy that teaches itself needs none."""
     section = _with_attributes(config).get("distillation")
     if not section or not section.get("enabled", False):
         return False
@@ -121,7 +121,7 @@ def need_teacher_policy(config: PPOConfig | Mapping[str, object]) -> bool:
 
 
 def teaches_in_actor(config: PPOConfig) -> bool:
-    """Whether the teachers are in the workers of the policy, because the divergence reads their whole vocabulary."""
+    """Return whether teachers share the policy's workers, because the divergence reads the whole vocabulary."""
     from verl.algorithms.distillation import reads_vocabulary
 
     return config.distillation.enabled and reads_vocabulary(config.distillation)

@@ -223,7 +223,7 @@ class Progress:
         self._started = time.monotonic()
         self._finished_at: deque[float] = deque([self._started], maxlen=RECENT_STEPS + 1)
         self.stage = ""
-        """What the run does now, shown beside the bar."""
+        """Current activity of the run, shown beside the bar."""
         self._validation = ""
         self._seconds = math.nan
         self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=2)

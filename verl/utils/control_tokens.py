@@ -209,7 +209,7 @@ def control_tokens_of(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
 
 
 def has_special(value: object, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a text, or a text in a JSON value, has the text of a special token, or characters that are used here."""
+    """Return whether a JSON value has text of a special token, or one of the characters that mark these here."""
     known = _special.get(tokenizer)
     if known is None or known[0] != len(tokenizer):
         added = tokenizer.added_tokens_decoder.values()
@@ -219,7 +219,7 @@ def has_special(value: object, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def is_marked(rendered: str) -> bool:
-    """Whether a rendered text has marks of :meth:`ControlTokens.guard`."""
+    """Return whether a rendered text has marks of :meth:`ControlTokens.guard`."""
     return _BROKEN in rendered
 
 

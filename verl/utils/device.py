@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 is_cuda_available: bool = torch.cuda.is_available()
-"""Whether this process sees a GPU of CUDA (or ROCm)."""
+"""True if this process sees a GPU of CUDA (or ROCm)."""
 is_npu_available = False
 """Ascend NPUs are not among the devices of this version."""
 

@@ -136,7 +136,7 @@ class FlopsCounter:
             kv_width = (getattr(text, "num_key_value_heads", None) or attention_heads) * head_dim
             attention = self.hidden_size * 2 * (score_width + kv_width)
         self.pair_flops = 2 * (score_width + value_width)
-        """Of a pair of a token and one that it attends to, in one layer."""
+        """FLOPs of one layer for a pair of a token and one that it attends to."""
         recurrent = sum(kind == "linear_attention" for kind in getattr(text, "layer_types", None) or ())
         if getattr(text, "model_type", None) in _WITH_GATES:
             attention += self.hidden_size * score_width

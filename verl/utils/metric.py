@@ -22,7 +22,7 @@ GB = 1024**3
 
 
 class AggregationType(Enum):
-    """How the values of a :class:`Metric` become one."""
+    """Reduction of the values of a :class:`Metric` to a single one."""
 
     MEAN = "mean"
     SUM = "sum"

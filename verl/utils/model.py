@@ -180,7 +180,7 @@ def set_dropout(config: PretrainedConfig, rates: Mapping[str, float]) -> None:
 
 
 def _names(overrides: Mapping[str, Any], path: str) -> bool:
-    """Whether nested ``overrides`` have an entry at the dotted ``path``."""
+    """Return whether nested ``overrides`` have an entry at the dotted ``path``."""
     name, _, inner = path.partition(".")
     return name in overrides and (not inner or _names(overrides[name], inner))
 

@@ -1,4 +1,4 @@
-"""What happened to a run beside its metrics: starts with their settings, stages, alerts, checkpoints, ends.
+"""Log of a run's events beside its metrics: starts with their settings, stages, alerts, checkpoints, ends.
 
 The tracker ``file`` writes ``{name}.run.jsonl`` beside ``{name}.jsonl``, one JSON object per line::
 
@@ -32,7 +32,7 @@ from typing import Literal
 import psutil
 
 SAMPLE_NUMBERS = ("gap", "kl", "advantage")
-"""What the update saw of a sample, by which samples are sorted: :func:`verl.experience.records.sample_numbers`."""
+"""Statistics of a sample in the update, by which samples can be sorted; see :mod:`verl.experience.records`."""
 _AHEAD_S = time.time() - time.monotonic()  # taken once: times stay in order if the clock is set
 
 

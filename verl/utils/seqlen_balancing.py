@@ -288,7 +288,7 @@ def _largest(count: int, group: dist.ProcessGroup | None) -> int:
 
 
 class _Rows(Protocol):
-    """What :func:`prepare_dynamic_batch` needs of a ``DataProto``, which stands above this module."""
+    """Methods of ``DataProto`` that :func:`prepare_dynamic_batch` uses; that class is in a layer above this module."""
 
     batch: Any
 

@@ -20,7 +20,7 @@ class DividedTensor:
     """A tensor of which some ranks, such as those of a machine, have all elements together, each a box of them."""
 
     shape: Size
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     box: Tensor
     """The elements that this rank gives; none if another one gives the same."""
     start: tuple[int, ...]
@@ -84,7 +84,7 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def is_held_by_each(tensor: DTensor, machines: Collection[Collection[int]]) -> bool:
-    """Whether each machine has all elements of a tensor.
+    """Return whether each machine has all elements of a tensor.
 
     Args:
         tensor: divided over ranks.
@@ -95,7 +95,7 @@ def is_held_by_each(tensor: DTensor, machines: Collection[Collection[int]]) -> b
 
 
 def is_first_holder(tensor: DTensor, machine: Collection[int]) -> bool:
-    """Whether this rank is the first one of ``machine`` with its part of a tensor."""
+    """Return whether this rank is the first one of ``machine`` with its part of a tensor."""
     coordinate, rank = tensor.device_mesh.get_coordinate(), dist.get_rank()
     assert coordinate is not None
     key = _part_of(coordinate, tensor.placements)

@@ -1,4 +1,4 @@
-"""What a step collects beside its batch: metrics, tables, times and FLOPs."""
+"""Metrics, tables, times and FLOPs that a step collects beside its batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StepContext:
     observe: Callable[[str], AbstractContextManager[object]] = nullcontext
     """Makes what is entered for the duration of each stage, from its name."""
     is_shown: bool = True
-    """Whether a progress display names the stages; not those of a thread beside the step."""
+    """True if a progress display names the stages; not those of a thread beside the step."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -171,7 +171,7 @@ def _prompt(sequence: JsonMapping) -> str:
 PAGE_BEGINS = (
     f'<!doctype html><html lang=en><meta charset=utf-8><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
 )
-"""How every page begins."""
+"""First bytes of every page."""
 
 
 def whole_page(title: str, style: str, body: str) -> str:

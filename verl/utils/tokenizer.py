@@ -88,7 +88,7 @@ def hf_tokenizer(
 
 
 def _is_plain(path: str) -> bool:
-    """Whether tokenizer.json defines the tokenizer completely, according to tokenizer_config.json."""
+    """Return whether tokenizer.json defines the tokenizer completely, according to tokenizer_config.json."""
     # For some model types, e.g. qwen2, AutoTokenizer ignores that and silently replaces the splitting rules of
     # tokenizer.json by those of the model family, so that text is split into different tokens.
     declared = get_tokenizer_config(path)

@@ -25,7 +25,7 @@ def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite, without a copy of large tensors."""
+    """Return whether no value is NaN or infinite, without a copy of large tensors."""
     # A sum is NaN or infinite if a term is; finite terms may overflow, so these are looked at. The sum is in the format
     # of the values, or PyTorch would convert them all on a CPU, which takes 16 times as long.
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())

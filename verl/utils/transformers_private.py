@@ -133,7 +133,7 @@ def set_attention(config: PretrainedConfig, name: str) -> None:
 
 
 def takes_any_attention(module: PreTrainedModel) -> bool:
-    """Whether the model calls attention through ``ALL_ATTENTION_FUNCTIONS``, so that it can be replaced."""
+    """Return whether the model calls attention through ``ALL_ATTENTION_FUNCTIONS``, so that it can be replaced."""
     return bool(getattr(module, "_supports_attention_backend", False))
 
 
@@ -157,7 +157,7 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, s
 
 
 def keeps_state(module: PreTrainedModel) -> bool:
-    """Whether Transformers marks the model as one whose layers carry a state from token to token."""
+    """Return whether Transformers marks the model as one whose layers carry a state from token to token."""
     return bool(getattr(module, "_is_stateful", False))
 
 
@@ -172,7 +172,7 @@ def forget_ties(module: PreTrainedModel) -> None:
 
 
 def is_from_model_folder(module_name: str) -> bool:
-    """Whether a Python module was loaded from a model's folder (``trust_remote_code``)."""
+    """Return whether a Python module was loaded from a model's folder (``trust_remote_code``)."""
     return module_name.split(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 
@@ -227,7 +227,7 @@ def set_conversions(module: PreTrainedModel, conversions: Any) -> None:
 
 
 def joins_weights(module: PreTrainedModel) -> bool:
-    """Whether files have been read into the model of which several weights become one, or one becomes several."""
+    """Return whether loading the model's files merged several weights into one, or split one into several."""
     return any(isinstance(one, WeightConverter) for one in conversions_of(module) or ())
 
 

@@ -12,7 +12,7 @@ from verl.interactions.base import BaseInteraction
 
 
 class AgentState(Enum):
-    """What a loop does next. :class:`verl.agents.tool_agent.ToolAgentLoop` has no states; loops of users may."""
+    """Next action of a loop. :class:`verl.agents.tool_agent.ToolAgentLoop` has no states; loops of users may."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -23,7 +23,7 @@ class AgentState(Enum):
 
 @dataclass
 class AgentData:
-    """What a conversation consists of so far."""
+    """State of a conversation: its messages, tokens and results so far."""
 
     messages: list[dict[str, object]]
     image_data: list[object] | None

@@ -49,7 +49,7 @@ def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step
 
 
 def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:
-    """Whether a rented machine expires before one more step and a save would be done.
+    """Return whether a rented machine expires before one more step and a save would be done.
 
     The time at which it expires is read from the environment; without it the answer is no.
 
@@ -66,7 +66,7 @@ def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 
 
 
 class BaseCheckpointManager:
-    """What managers of checkpoints share: their contents, the folders that they saved, random generators.
+    """Base of checkpoint managers: contents, saved folders, random generators.
 
     Args:
         model: the model, or a list of its parts.
@@ -105,22 +105,22 @@ class BaseCheckpointManager:
 
     @property
     def should_save_model(self) -> bool:
-        """Whether weights are saved."""
+        """True if weights are saved."""
         return "model" in self.checkpoint_save_contents
 
     @property
     def should_save_optimizer(self) -> bool:
-        """Whether the optimizer's state is saved."""
+        """True if the optimizer's state is saved."""
         return "optimizer" in self.checkpoint_save_contents
 
     @property
     def should_save_extra(self) -> bool:
-        """Whether schedule and random generators are saved."""
+        """True if schedule and random generators are saved."""
         return "extra" in self.checkpoint_save_contents
 
     @property
     def should_save_hf_model(self) -> bool:
-        """Whether a Hugging Face folder with weights is saved."""
+        """True if a Hugging Face folder with weights is saved."""
         return "hf_model" in self.checkpoint_save_contents
 
     def ensure_checkpoint_capacity(self, max_ckpt_to_keep: int | None) -> None:

@@ -100,5 +100,5 @@ def update_dict_with_config(dictionary: dict[str, object], config: DictConfig | 
 
 
 def is_distillation_enabled(config: DictConfig | Mapping[str, object] | None) -> bool:
-    """Whether the section ``distillation`` asks for a teacher."""
+    """Return whether the section ``distillation`` asks for a teacher."""
     return bool(config and config.get("enabled", False))

@@ -13,7 +13,7 @@ from verl.base.remote import file_system, is_remote
 
 
 def exists(path: str, **kwargs: object) -> bool:
-    """Whether there is a file or a folder at ``path``; ``kwargs`` go to the remote file system."""
+    """Return whether there is a file or a folder at ``path``; ``kwargs`` go to the remote file system."""
     files, place = _file_system(path, **kwargs)
     return files.exists(place)
 
@@ -112,7 +112,7 @@ def local_mkdir_safe(path: str) -> str:
 
 
 def is_non_local(path: str) -> bool:
-    """Whether a path is a URL of another machine's file system, such as ``hdfs://``."""
+    """Return whether a path is a URL of another machine's file system, such as ``hdfs://``."""
     return is_remote(path)
 
 
@@ -129,7 +129,7 @@ def get_local_temp_path(hdfs_path: str, cache_dir: str) -> str:
 
 
 def verify_copy(src: str, dest: str) -> bool:
-    """Whether a file or folder has the sizes of its copy; of folders all files are compared, by their path in it."""
+    """Return whether a file or folder has the sizes of its copy; files of folders are compared by relative path."""
     return bool(sizes := _sizes(src)) and sizes == _sizes(dest)
 
 

@@ -15,7 +15,7 @@ from verl.base.import_utils import load_module, load_object
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be imported; its parent packages are imported for that."""
+    """Return whether a module can be imported; its parent packages are imported for that."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -56,7 +56,7 @@ def load_extern_type(file_path: str | None, type_name: str) -> type | None:
 
 
 def is_version_ge(pkg: str = "vllm", minver: str = "0.7.3") -> bool:
-    """Whether a package is installed in at least version ``minver``."""
+    """Return whether a package is installed in at least version ``minver``."""
     try:
         return Version(importlib.metadata.version(pkg)) >= Version(minver)
     except importlib.metadata.PackageNotFoundError:
@@ -78,5 +78,5 @@ def load_class_from_fqn(fqn: str, description: str = "class") -> type:
 
 
 def is_torch_npu_available(check_device: bool = True) -> bool:
-    """Whether Ascend devices can be used; not in this version of verl."""
+    """Return whether Ascend devices can be used; not in this version of verl."""
     return False

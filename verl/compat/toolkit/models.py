@@ -172,12 +172,12 @@ def get_lora_rank_from_adapter(adapter_path: str | os.PathLike[str]) -> int:
 
 
 def check_target_modules(config: object, key: str) -> bool:
-    """Whether an adapter's ``target_modules`` names the module ``key``: a pattern, or a list of names or last parts."""
+    """Return whether ``target_modules`` of an adapter (a pattern, or names or their last parts) names ``key``."""
     return _is_named(getattr(config, "target_modules", None), key)
 
 
 def check_exclude_modules(config: object, key: str) -> bool:
-    """Whether an adapter's ``exclude_modules`` names the module ``key``, as for :func:`check_target_modules`."""
+    """Return whether an adapter's ``exclude_modules`` names the module ``key``, as for :func:`check_target_modules`."""
     return _is_named(getattr(config, "exclude_modules", None), key)
 
 

@@ -28,7 +28,7 @@ class PrecisionType:
 
     @staticmethod
     def supported_type(precision: Precision) -> bool:
-        """Whether ``precision`` names one of the formats."""
+        """Return whether ``precision`` names one of the formats."""
         return str(precision) in PrecisionType.supported_types() or precision in _NAMES
 
     @staticmethod
@@ -38,17 +38,17 @@ class PrecisionType:
 
     @staticmethod
     def is_fp16(precision: Precision) -> bool:
-        """Whether it is fp16."""
+        """Return whether it is fp16."""
         return _is(precision, torch.float16)
 
     @staticmethod
     def is_fp32(precision: Precision) -> bool:
-        """Whether it is fp32."""
+        """Return whether it is fp32."""
         return _is(precision, torch.float32)
 
     @staticmethod
     def is_bf16(precision: Precision) -> bool:
-        """Whether it is bf16."""
+        """Return whether it is bf16."""
         return _is(precision, torch.bfloat16)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Where a process runs: addresses and ports, the process group, the CPU cores near its GPU."""
+"""Addresses and ports of a process, its process group, and the CPU cores near its GPU."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def get_random_string(length: int) -> str:
 
 
 def is_ipv4(ip_str: str) -> bool:
-    """Whether the text is an IPv4 address."""
+    """Return whether the text is an IPv4 address."""
     return _version(ip_str) == 4
 
 
 def is_ipv6(address: str) -> bool:
-    """Whether the text is an IPv6 address."""
+    """Return whether the text is an IPv6 address."""
     return _version(address) == 6
 
 

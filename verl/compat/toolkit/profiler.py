@@ -45,7 +45,7 @@ class TorchMemoryToolConfig(BaseConfig):
 
 @section
 class ProfilerConfig(BaseConfig):
-    """Which profiler runs, on which ranks, and where its files go."""
+    """Choice of a profiler, of the ranks that it records, and of the folder for its files."""
 
     hydra_target: ClassVar[str] = "verl.utils.profiler.ProfilerConfig"
 
@@ -78,7 +78,7 @@ class ProfilerConfig(BaseConfig):
         return self._with(other, self.enable and other.enable, self.all_ranks and other.all_ranks, ranks)
 
     def covers(self, rank: int) -> bool:
-        """Whether ``rank`` is one to profile."""
+        """Return whether ``rank`` is profiled."""
         return self.all_ranks or rank in self.ranks
 
     def _same_tool(self, other: ProfilerConfig) -> None:
@@ -130,19 +130,19 @@ class DistProfiler:
         self._recordings = 0
 
     def check_enable(self) -> bool:
-        """Whether the configuration turns profiling on."""
+        """Return whether the configuration turns profiling on."""
         return self.config.enable
 
     def check_this_rank(self) -> bool:
-        """Whether this rank is one to profile."""
+        """Return whether this rank is profiled."""
         return self.config.covers(self.rank)
 
     def check_this_step(self) -> bool:
-        """Whether this rank is between :meth:`start` and :meth:`stop`."""
+        """Return whether this rank is between :meth:`start` and :meth:`stop`."""
         return self._is_started
 
     def is_discrete_mode(self) -> bool:
-        """Whether each annotated call is profiled by itself."""
+        """Return whether each annotated call is profiled by itself."""
         return bool(self._settings.get("discrete", False))
 
     def start(self, **kwargs: object) -> None:

@@ -33,7 +33,7 @@ class RolloutSkip:
 
     @property
     def is_active(self) -> bool:
-        """Whether responses are stored and read."""
+        """True if responses are stored and read."""
         return self.config.actor_rollout_ref.rollout.skip_rollout
 
     def wrap_generate_sequences(self) -> None:

@@ -23,7 +23,7 @@ _is_traced: ContextVar[bool] = ContextVar("is_traced", default=True)
 
 @dataclass
 class RolloutTraceConfig:
-    """Where this process sends its traces: one setting for the process, made by :meth:`init`.
+    """Destination of this process's traces: one setting for the process, made by :meth:`init`.
 
     A run of verl traces by itself what its agent loops return (``rollout.trace``). This is for programs with loops of
     their own, which call :meth:`init` in each process.
@@ -92,7 +92,7 @@ class RolloutTraceConfig:
 
     @classmethod
     def enable_token2text(cls) -> bool:
-        """Whether loops shall add the text of tokens."""
+        """Return whether loops shall add the text of tokens."""
         return cls.get_instance().token2text
 
     @classmethod

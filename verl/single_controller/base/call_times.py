@@ -1,4 +1,4 @@
-"""When a worker process began and ended the calls of its registered methods, and the memory it held after each.
+"""Begin and end of each call of a worker's registered methods, and the memory that it held afterwards.
 
 The process keeps them; the driver fetches them once a step (``WorkerGroups.call_times``), so that a call itself carries
 nothing more than before.

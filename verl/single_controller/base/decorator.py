@@ -108,7 +108,7 @@ class DynamicEnum(metaclass=_Members):
 
 
 class Dispatch(DynamicEnum):
-    """How arguments are split over the ranks and outputs collected; see the table of this module."""
+    """Modes of splitting arguments over the ranks and collecting outputs; see the table of this module."""
 
     RANK_ZERO: ClassVar[Dispatch]
     ONE_TO_ALL: ClassVar[Dispatch]
@@ -121,7 +121,7 @@ class Dispatch(DynamicEnum):
 
 
 class Execute(DynamicEnum):
-    """Which ranks run the method: all, or rank 0 alone."""
+    """Ranks that run the method: all, or rank 0 alone."""
 
     ALL: ClassVar[Execute]
     RANK_ZERO: ClassVar[Execute]

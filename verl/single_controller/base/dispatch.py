@@ -1,4 +1,4 @@
-"""How the arguments of a call are split over the ranks, and how their outputs are combined into one result.
+"""Split the arguments of a call over the ranks, and combine their outputs into one result.
 
 A dispatch mode is a pair of functions::
 
@@ -116,7 +116,7 @@ class FutureBatchPart:
 
 
 def is_batch(value: object) -> TypeGuard[DataProto | TensorDict]:
-    """Whether ``value`` is a DataProto or a TensorDict."""
+    """Return whether ``value`` is a DataProto or a TensorDict."""
     return isinstance(value, DataProto) or is_tensordict(value)
 
 
@@ -302,7 +302,7 @@ def _check_argument(name: str | int, value: object, has_batch: bool) -> None:
 
 
 def _has_columns(batch: DataProto | TensorDict) -> bool:
-    """Whether it has any; a ``DataProto`` may consist of ``meta_info`` alone, which goes to every rank."""
+    """Return whether it has any; a ``DataProto`` may consist of ``meta_info`` alone, which goes to every rank."""
     return not isinstance(batch, DataProto) or bool(list(batch.batch.keys()) or batch.non_tensor_batch)
 
 

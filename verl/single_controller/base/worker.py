@@ -128,7 +128,7 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def query_collect_info(self, mesh_name: str) -> bool:
-        """Whether this worker provides the output of its data-parallel rank in a mesh."""
+        """Return whether this worker provides the output of its data-parallel rank in a mesh."""
         self._check_mesh(mesh_name)
         return self._collect_info[mesh_name]
 
@@ -192,7 +192,7 @@ class ClassWithInitArgs:
 
     @property
     def fused(self) -> bool:
-        """Whether the colocated workers can access each other."""
+        """True if the colocated workers can access each other."""
         return self.cls is WorkerHost and self.kwargs["fused"]
 
 

@@ -59,7 +59,7 @@ class WorkerGroup(ABC):
 
     class_with_args: ClassVar[type[ClassWithInitArgs]] = ClassWithInitArgs
     outputs_survive_workers: ClassVar[bool] = False
-    """Whether outputs of a call remain available after the workers have died."""
+    """True if outputs of a call remain available after the workers have died."""
 
     def __init__(self, resource_pool: ResourcePool | None, ray_cls_with_init: ClassWithInitArgs) -> None:
         self.resource_pool = resource_pool
@@ -180,11 +180,11 @@ class WorkerGroup(ABC):
         return True
 
     def outputs_arrived(self, outputs: Sequence[object]) -> bool:
-        """Whether a non-blocking call has returned on all ranks without an error, and its outputs still exist."""
+        """Return whether a non-blocking call succeeded on all ranks, and its outputs still exist."""
         return True
 
     def any_returned(self, outputs: Sequence[object]) -> bool:
-        """Whether some rank has returned from a non-blocking call, be it with an error."""
+        """Return whether some rank has returned from a non-blocking call, be it with an error."""
         return True
 
     @abstractmethod
@@ -202,7 +202,7 @@ class WorkerGroup(ABC):
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank has died or hung, so that all ranks were ended and every call raises a ProcessLostError."""
+        """True if a rank has died or hung, so that all ranks were ended and every call raises a ProcessLostError."""
         return False
 
     @abstractmethod

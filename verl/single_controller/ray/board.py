@@ -16,7 +16,7 @@ from verl.single_controller.ray.watched_actor import START_S
 logger = logging.getLogger(__name__)
 
 READ_S = 2.0
-"""How long a reader waits for the actor: a scrape must not hang because a machine does."""
+"""Time that a reader waits for the actor: a scrape must not hang because a machine does."""
 
 
 class _BoardActor:

@@ -120,7 +120,7 @@ def explain(error: RayError, outputs: Mapping[int, ObjectRef], call: GroupCall) 
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an error means that a process died or its data is lost."""
+    """Return whether an error means that a process died or its data is lost."""
     if isinstance(error, RayTaskError):
         # Raised inside a worker, e.g. when it fetches an object of a dead one.
         return isinstance(error.cause, (ProcessLostError, *LOSSES)) or _is_death(error.cause)
@@ -292,7 +292,7 @@ def _written(snapshots: Mapping[int, Snapshot], stage: str) -> str:
 
 
 class WaitingCalls:
-    """When the time limit of each call begins that a thread waits for; shared by all groups over the same processes.
+    """Begin of the time limit of each call that a thread waits for; shared by all groups over the same processes.
 
     A rank computes one call after the other, so the time for which a call waits for an earlier one, which another
     thread waits for, does not count.
@@ -350,12 +350,12 @@ class Watchdog:
 
     @property
     def is_on(self) -> bool:
-        """Whether the watchdog was started, so that a rank's death ends the others."""
+        """True if the watchdog was started, so that a rank's death ends the others."""
         return self._thread is not None
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank was lost, and all were ended."""
+        """True if a rank was lost, and all were ended."""
         return self._loss is not None
 
     def start(self, every_n_seconds: float) -> None:

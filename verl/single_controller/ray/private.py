@@ -40,7 +40,7 @@ def logs_folder() -> Path:
 
 
 def is_own_head() -> bool:
-    """Whether this process started the head node of the Ray cluster that it is connected to."""
+    """Return whether this process started the head node of the Ray cluster that it is connected to."""
     return ray_worker._global_node is not None and ray_worker._global_node.is_head()
 
 
@@ -133,12 +133,12 @@ TITLE = "ray::"  # prefix of the process titles of Ray's workers
 
 
 def is_end_on_purpose(how: str) -> bool:
-    """Whether ``ray.kill`` ended the actor."""
+    """Return whether ``ray.kill`` ended the actor."""
     return "killed by `ray.kill`" in how
 
 
 def is_silent_end(how: str) -> bool:
-    """Whether the only recorded cause of death is that the connection to the process broke."""
+    """Return whether the only recorded cause of death is that the connection to the process broke."""
     return "End of file" in how
 
 

@@ -43,7 +43,7 @@ class RankProcess(ActorRow):
 
     @property
     def was_lost(self) -> bool:
-        """Whether the process died, other than by an error in its constructor."""
+        """True if the process died, other than by an error in its constructor."""
         return self.is_dead and self.how != CONSTRUCTOR_RAISED
 
     @property

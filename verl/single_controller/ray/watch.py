@@ -92,7 +92,7 @@ class NodeWatch:
                 end_program(f"{problem} {_CONSEQUENCE}", EXIT_CODE)
 
     def _problem(self) -> str:
-        """What is wrong with Ray on this node, and lasts too long; empty if nothing."""
+        """Describe a fault of Ray on this node that lasts too long; empty if there is none."""
         if self._silent_s > SILENCE_S:
             return f"Ray's state server (gcs_server) has not answered for {SILENCE_S:g} s: it is stopped or hangs."
         raylet = own_raylet() if self._is_dead else None

@@ -18,7 +18,7 @@ from verl.supervision.processes import MARK_VARIABLE, kill_marked, new_mark
 logger = logging.getLogger(__name__)
 
 START_S = 300.0
-"""How long an actor may take to start: it imports torch, and reads the tokenizer and the tools."""
+"""Time that an actor has to start: it imports torch, and reads the tokenizer and the tools."""
 MOST_CALLS = 100_000
 """Most calls under way in one actor."""
 

@@ -26,7 +26,7 @@ class Budget:
     start_timeout_s: float = 300.0
     """Seconds that a worker may take to load the function."""
     kill_retries: int = 2
-    """How often a call is repeated, each time with its full timeout, after its process was killed from outside."""
+    """Repetitions of a call, each with its full timeout, after its process was killed from outside."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ class PoolCall:
     timeout_s: float
     batch: CallBatch
     index: int
-    """Of the call in its batch."""
+    """Position of the call in its batch."""
     call_id: int = 0
     """Identifies the call in its present process; each attempt has a new one."""
     started: float = 0.0
-    """When it was sent to its present process, in seconds of the monotonic clock."""
+    """Time at which it was sent to its present process, in seconds of the monotonic clock."""
     spent_s: float = 0.0
     """Part of its time that earlier attempts used."""
     first: CallResult | None = None

@@ -292,7 +292,7 @@ class _TrackedCoroutine(Coroutine[Any, Any, Any]):
         self.was_cancelled = False
 
     def is_taken_back(self) -> bool:
-        """Whether its call has been taken back; true only the first time, so that it is cancelled once."""
+        """Return whether its call has been taken back; true only the first time, so that it is cancelled once."""
         kept, last = TAKEN_BACK.unpack_from(self.page, RUNNING.size)
         if self.was_cancelled or self.call_id > last or self.call_id == kept:
             return False

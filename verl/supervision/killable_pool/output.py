@@ -1,4 +1,4 @@
-"""What a user's code prints in other processes: an excerpt goes to standard error, all to a file of limited size."""
+"""Output of users' code in other processes: an excerpt goes to standard error, all to a file of limited size."""
 
 from __future__ import annotations
 

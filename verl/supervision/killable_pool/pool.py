@@ -23,19 +23,19 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.05
 """Interval at which running calls are checked."""
 SPARE_WORKERS = 16
-"""How many workers may start beyond ``num_workers`` while others are stuck."""
+"""Most workers that start beyond ``num_workers`` while others are stuck."""
 PATIENCE_S, ASYNC_PATIENCE_S = 0.5, 1.0
 """A worker is stuck when one call occupies it for longer than this, or than a tenth of the timeout if that is less."""
 MAX_START_FAILURES = 3
-"""How often in a row a worker may end by itself before it is ready, until the function counts as not loadable."""
+"""Workers in a row that end by themselves before they are ready, until the function counts as not loadable."""
 MAX_ATTEMPTS = 3
 """Attempts of a call whose processes end, each time possibly because of another call."""
 KILLS_SHOWN = 5
-"""How many killed processes are warned of: a function that kills its own would be warned of at every sample."""
+"""Limit on warnings of killed processes: a function that kills its own would cause one at every sample."""
 MAX_REFUSALS = 6
-"""How often in a row the system may refuse to start a process while no worker is ready."""
+"""Refusals in a row of the system to start a process, while no worker is ready, until the pool gives up."""
 MAX_START_KILLS = 6
-"""How many processes in a row may be killed while they start, for each of ``num_workers``."""
+"""Processes in a row that are killed while they start, for each of ``num_workers``, until the pool gives up."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0
 """Bounds of the pause after a process that could not start; it doubles from the first to the longest."""
 CLOSE_S = 3.0  # how long closing waits for processes that are being killed
@@ -183,7 +183,7 @@ class _Engine:
         self.kills = 0
         """Workers that were killed while they had calls."""
         self.refusals = 0
-        """How often in a row the system refused to start a process."""
+        """Number of times in a row that the system refused to start a process."""
         self.start_after = 0.0
         """Earliest start of the next worker, on the monotonic clock."""
         self.broken: Exception | None = None

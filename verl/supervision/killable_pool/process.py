@@ -28,17 +28,17 @@ CHILD = Path(__file__).with_name("child.py")
 MAX_REPLY = 256 * 2**20
 """Longest reply, in bytes; a longer one cuts the connection."""
 OVERTIME_S = 1.0
-"""How much longer than its timeout an async call may take to be cancelled."""
+"""Time beyond its timeout that an async call has to be cancelled."""
 UNREAD_S = 0.3
-"""How long the replies of a process that has ended may take to be read."""
+"""Time to read the remaining replies of a process that has ended."""
 CUT_OFF_S = 0.3
-"""How long a worker may live without a connection before it counts as having closed it."""
+"""Time that a worker may live without a connection before it counts as having closed it."""
 MONITOR_S = 1.0
-"""How long the monitor process may take to end its worker before it is killed itself."""
+"""Time that the monitor process has to end its worker before it is killed itself."""
 SENT_BY_OTHERS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 """Signals that usually come from outside; a fault of the function causes others."""
 REAP_S = 5.0
-"""How long an ended worker may take to be collected before it is killed once more."""
+"""Time to collect an ended worker before it is killed once more."""
 
 
 class WorkerProcess:
@@ -74,10 +74,10 @@ class WorkerProcess:
         """Why the pool ended it: the result of the call that caused it."""
         self.culprit: PoolCall | None = None
         self.retired = False
-        """Whether the pool ended it for a reason that is no call's fault."""
+        """True if the pool ended it for a reason that is no call's fault."""
         self.gone_since = 0.0
         self.is_cut_off = False
-        """Whether its connection has ended."""
+        """True if its connection has ended."""
         self.worker_pid = 0
         self.base_memory = 0
         self.page: mmap.mmap | None = None
@@ -129,12 +129,12 @@ class WorkerProcess:
 
     @property
     def is_free(self) -> bool:
-        """Whether it accepts another call now."""
+        """True if it accepts another call now."""
         return self.ready and not self.is_ending and not self.stuck and len(self.calls) < self.slots
 
     @property
     def is_ending(self) -> bool:
-        """Whether it has ended or is ending, so that a replacement may start."""
+        """True if it has ended or is ending, so that a replacement may start."""
         # While it starts, a cut connection is not enough: first its exit status must show why the start failed.
         return self.ended or self.end is not None or (self.ready and self.is_cut_off)
 
@@ -190,7 +190,7 @@ class WorkerProcess:
         return others
 
     def is_frozen(self) -> bool:
-        """Whether the process is stopped (SIGSTOP)."""
+        """Return whether the process is stopped (SIGSTOP)."""
         return any(map(is_stopped, [self.worker_pid] if self.worker_pid else family_of(self.process.pid)))
 
     def stop(self, result: CallResult | None = None, culprit: PoolCall | None = None) -> None:
@@ -261,7 +261,7 @@ class WorkerProcess:
 
     @property
     def could_not_fork(self) -> bool:
-        """Whether it could not start because the system allows no further process."""
+        """True if it could not start because the system allows no further process."""
         return self.process.returncode == CANNOT_FORK
 
     def _running(self) -> tuple[PoolCall | None, float]:
@@ -328,7 +328,7 @@ class WorkerProcess:
             await asyncio.sleep(0.01)
 
     def _worker_lives(self) -> bool:
-        """Whether the worker still runs."""
+        """Return whether the worker still runs."""
         try:  # an ending process loses its memory before its connection
             return bool(self.worker_pid) and psutil.Process(self.worker_pid).memory_info().vms > 0
         except (psutil.Error, OSError):

@@ -32,7 +32,7 @@ def pack(function: Callable[..., object], fatal: tuple[type[Exception], ...]) ->
 
 
 def is_async(function: Callable[..., object]) -> bool:
-    """Whether a call returns a coroutine, also through ``functools.partial`` and ``__call__``."""
+    """Return whether a call returns a coroutine, also through ``functools.partial`` and ``__call__``."""
     below = unwrapped(function)
     return inspect.iscoroutinefunction(below) or inspect.iscoroutinefunction(getattr(below, "__call__", None))  # noqa: B004
 

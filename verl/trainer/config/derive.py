@@ -459,7 +459,7 @@ def _importance_weights(tree: Tree, explicit: Collection[str]) -> list[str]:
 
 
 def takes_weights(loss_mode: Any) -> bool:
-    """Whether a policy loss reads importance weights; true for an unknown loss, which the rules report."""
+    """Return whether a policy loss reads importance weights; true for an unknown loss, which the rules report."""
     from verl.algorithms import policy_loss_info
 
     try:
@@ -469,7 +469,7 @@ def takes_weights(loss_mode: Any) -> bool:
 
 
 def compares_with_rollout(loss_mode: Any) -> bool:
-    """Whether a policy loss reads the rollout's log-probs itself; false for an unknown loss, which the rules report."""
+    """Return whether a policy loss reads the rollout's log-probs; false for an unknown loss, which the rules report."""
     from verl.algorithms import policy_loss_info
 
     try:

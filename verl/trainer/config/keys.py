@@ -58,24 +58,24 @@ class Key:
 
     @property
     def takes_null(self) -> bool:
-        """Whether the key may be null."""
+        """True if the key may be null."""
         return types.NoneType in typing.get_args(self.field.annotation)
 
     @property
     def takes_numbers_only(self) -> bool:
-        """Whether the key takes a number, or a list of numbers, and no truth value."""
+        """True if the key takes a number, or a list of numbers, and no truth value."""
         named = _named_types(self.field.annotation)
         return not named.isdisjoint({int, float}) and bool not in named
 
     @property
     def takes_text_only(self) -> bool:
-        """Whether the key takes a text, or a list of texts, and neither numbers nor truth values."""
+        """True if the key takes a text, or a list of texts, and neither numbers nor truth values."""
         named = _named_types(self.field.annotation)
         return str in named and named.isdisjoint({int, float, bool, dict, object, Any})
 
     @property
     def follows(self) -> bool:
-        """Whether a default factory, rather than an interpolation, takes the default from another field."""
+        """True if a default factory, rather than an interpolation, takes the default from another field."""
         return bool(self.field.default_factory_takes_validated_data) and self.meta.interpolation is None
 
     @cached_property
@@ -111,7 +111,7 @@ class InactiveKey:
     why: str
     refused: bool
     is_spelling: bool
-    """Whether the key is another spelling of an active key."""
+    """True if the key is another spelling of an active key."""
     per_rank: str | None
     """Path of the key that is derived from this one."""
 

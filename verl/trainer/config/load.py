@@ -171,7 +171,7 @@ _POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 
 LARGEST_INTEGER = 2**63 - 1
 LARGEST_NUMBER, SMALLEST_NUMBER = 3.4e38, 1.2e-38
-"""What fits into the integers and into the fp32 numbers that a run computes with."""
+"""Largest and smallest magnitude of an fp32 number, and the largest integer, that a run can compute with."""
 
 
 def _no_numbers(tree: Tree, raw: Tree, keys: Mapping[str, Key], problems: list[Problem]) -> set[str]:
@@ -254,7 +254,7 @@ def _with_subclasses(
 
 
 def _is_derived(path: str, raw: Tree, key: Key) -> bool:
-    """Whether the value of a key comes from its default interpolation."""
+    """Return whether the value of a key comes from its default interpolation."""
     return key.meta.interpolation is not None and get(raw, path) == key.meta.interpolation
 
 

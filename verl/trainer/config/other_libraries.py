@@ -39,7 +39,7 @@ class OtherName:
         return chosen if all(chosen) else []
 
     def settable(self, known: Collection[str]) -> bool:
-        """Whether a command with these keys has a setting for it."""
+        """Return whether a command with these keys has a setting for it."""
         if self.values is not None:
             return all(_chosen(key, known) for ours in self.values.values() for key in ours)
         return bool(self.keys_of(known))

@@ -54,7 +54,7 @@ def _key_set(override: str, folders: Sequence[Path]) -> str | None:
 
 
 def _is_group(key: str, value: str, folders: Sequence[Path]) -> bool:
-    """Whether ``key=value`` chooses a file of a config group; of verl's own groups only with the name of a file."""
+    """Return whether ``key=value`` selects a file of a config group; for verl's groups, only if the file exists."""
     if "@" in key or "/" in key:
         return True
     if "." in key or name_problem(key) is not None:
@@ -78,7 +78,7 @@ def settings_of(overrides: Iterable[str], folders: Iterable[Path] = ()) -> Tree:
 
 
 def takes_text(path: str, root: type[BaseConfig]) -> bool:
-    """Whether a key, or the key of another spelling, takes a text or a list of texts, and nothing else."""
+    """Return whether a key, or the key of another spelling, takes a text or a list of texts, and nothing else."""
     known = keys_of(root)
     paths = (
         [path]

@@ -151,10 +151,10 @@ def not_for_serving(path: str, name: str, device: str) -> Iterator[Problem]:
 
 class _PlacedEngine(NamedTuple):
     path: str
-    """Of its section."""
+    """Key of its section."""
     settings: RolloutConfig
     model: str
-    """Path of its model."""
+    """Key of its model's path."""
     ranks_key: str
     ranks_per_node: int
     """Ranks of one machine, and the setting that says so."""

@@ -41,7 +41,7 @@ class _Held:
     """Its section with ``path``."""
     ranks: int
     section: str
-    """Where its ``strategy`` is."""
+    """Section that has its ``strategy``."""
     sizes: str
     """Section of its layout."""
     trained: Any = None
@@ -92,7 +92,7 @@ def _checkpoint(held: _Held) -> Problems:
 
 
 def layouts(config: PPOConfig | SupervisedConfig) -> Problems:
-    """What holds on every machine: layouts divide ranks and models."""
+    """Check that parallel layouts divide the ranks and the models; independent of the machine."""
     models_held = _held(config)
     if not models_held:
         return
@@ -138,7 +138,7 @@ def _training(held: _Held) -> Problems:
 
 
 def _policys_routers(held: _Held) -> Problems:
-    """What trains routers beside the loss is a policy's."""
+    """Check that only a policy has router losses and bias updates."""
     override = held.placement.override_transformer_config
     for name in ROUTERS:
         if (value := override.get(name)) not in (None, False, 0, "none"):

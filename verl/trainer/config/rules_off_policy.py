@@ -207,7 +207,7 @@ def sampling_mask(config: PPOConfig) -> Problems:
 
 
 def weighs_samples(config: PPOConfig) -> bool:
-    """Whether something corrects for samples of another distribution than the policy: weights, or the loss."""
+    """Return whether something corrects for samples of another distribution than the policy: weights, or the loss."""
     chosen, loss_mode = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
     if chosen.bypass_mode:
         return chosen.loss_type == "ppo_clip" or chosen.rollout_is is not None

@@ -27,7 +27,7 @@ _TOOL = "global_profiler.tool"
 
 
 def needs_critic(config: PPOConfig) -> bool:
-    """Whether a critic is trained; false for an unknown estimator, which another rule reports."""
+    """Return whether a critic is trained; false for an unknown estimator, which another rule reports."""
     try:
         return need_critic(config)
     except ConfigError:

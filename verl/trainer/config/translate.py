@@ -275,7 +275,7 @@ class Translator:
         return None
 
     def _is_target(self, path: str) -> bool:
-        """Whether a path is the ``_target_`` of a section, or of the whole configuration."""
+        """Return whether a path is the ``_target_`` of a section, or of the whole configuration."""
         parent, _, name = path.rpartition(".")
         return name == "_target_" and (parent == "" or self._is_section(parent))
 
@@ -360,7 +360,7 @@ class Translator:
         return path in self.keys and self.keys[path].section is not None
 
     def _belongs(self, path: str) -> bool:
-        """Whether ``path`` is a key, or is inside a key that holds a free dict."""
+        """Return whether ``path`` is a key, or is inside a key that holds a free dict."""
         if path in self.keys:
             return True
         while path and not self._is_section(path):
@@ -537,7 +537,7 @@ class Translator:
     # ---- other spellings ------------------------------------------------------------------------
 
     def _leads_somewhere(self, alias: Alias) -> bool:
-        """Whether this entry point has the key; spellings for other entry points are ignored."""
+        """Return whether this entry point has the key; spellings for other entry points are ignored."""
         new = alias.new.partition("[")[0]
         if alias.only_with and alias.only_with not in self.keys:
             return False

@@ -120,7 +120,7 @@ def unused(
 
 
 def _is_set(key: Key, raw: Tree, interpolations: Interpolations) -> bool:
-    """Whether a key's value is not its default."""
+    """Return whether a key's value is not its default."""
     written = get(raw, key.path, key.yaml_default)
     if (
         key.section is not None

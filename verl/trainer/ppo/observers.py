@@ -1,4 +1,4 @@
-"""What a run shows to others while it trains: metrics for ``rollout.prometheus``, spans for ``rollout.trace``."""
+"""Export metrics (``rollout.prometheus``) and spans (``rollout.trace``) of a run while it trains."""
 
 from __future__ import annotations
 

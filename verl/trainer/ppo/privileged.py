@@ -173,7 +173,7 @@ class PrivilegedPrompts:
         }
 
     def _variables(self, batch: DataProto, trajectories: Trajectories) -> list[dict[str, Any]]:
-        """What a template may read of each trajectory."""
+        """Return the variables that a template can use, for each trajectory."""
         scores = trajectory_scores(batch, batch.batch["token_level_scores"]).tolist()
         batch = batch.select_idxs(trajectories.scored_rows)
         present = compute_response_mask(batch).bool()
@@ -291,12 +291,12 @@ class PrivilegedPrompts:
 
 @dataclass(frozen=True)
 class _Context:
-    """What a template rendered for a row."""
+    """Messages of a row, with the context that the template rendered."""
 
     messages: list[Message]
-    """Of the row."""
+    """Messages of the row, unchanged."""
     changed: list[Message] | None
-    """The same with the context in the last one of the user; None where there is no difference."""
+    """Messages with the context in the last user message; None if the template rendered nothing new."""
     template: dict[str, Any]
     """Variables of the chat template."""
 

@@ -1,4 +1,4 @@
-"""What the ways to send spans share."""
+"""Code shared by the exporters of spans."""
 
 from __future__ import annotations
 

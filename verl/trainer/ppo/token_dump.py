@@ -78,7 +78,7 @@ class TokenDump:
         self._texts: dict[int, str] = {}
 
     def is_due(self, step: int) -> bool:
-        """Whether the tokens of a step are written."""
+        """Return whether the tokens of a step are written."""
         return self.folder is not None and self.frequency > 0 and step % self.frequency == 0
 
     def write(self, step: int, *batches: DataProto) -> None:

@@ -175,7 +175,7 @@ class PPOTrainer(TrainingLoop):
     teacher_workers: WorkerGroup | None = None
     """Workers of the teachers of distillation."""
     validation_generations_logger: ValidationGenerationsLogger | None = None
-    """Where validation samples are shown."""
+    """Logger of validation samples."""
     train_dataset: Any = None
     val_dataset: Any = None
     train_sampler: Sampler | None = None

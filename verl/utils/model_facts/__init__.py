@@ -1,1 +1,1 @@
-"""What is known of a model from its files alone: entries of its config, experts, layouts of Megatron, damaged files."""
+"""Read facts of a model from its files alone: config entries, experts, layouts of Megatron, damaged files."""

@@ -1,4 +1,4 @@
-"""What the entries of a model's config say of it: those of config.json, or of Transformers' ``config.to_dict()``."""
+"""Interpret entries of a model's config: of config.json, or of Transformers' ``config.to_dict()``."""
 
 from __future__ import annotations
 

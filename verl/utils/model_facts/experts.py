@@ -18,7 +18,7 @@ class ExpertSizes:
     shared_width: int
     """Inner width of what every token of such a layer passes beside its experts; 0 without."""
     sparse: tuple[bool, ...]
-    """Of each layer, whether it has experts."""
+    """True for each layer that has experts."""
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What `strategy=megatron` cannot build or divide of a model, from the entries of its config alone.
+"""Report parts of a model that `strategy=megatron` cannot build or divide, from the entries of its config alone.
 
 A run asks before it starts, of config.json; an engine asks when it loads a model, of Transformers' config.
 """
@@ -24,7 +24,7 @@ _REMEDIES = {
         "and architectures to [Qwen2ForCausalLM] in config.json, and take auto_map out; the heads are not trained then"
     ),
 }
-"""What to do for families whose layers are those of another one."""
+"""Remedies for families whose layers are those of another one."""
 
 _OF_QUERIES = ("glm4_moe", "attention_bias")
 

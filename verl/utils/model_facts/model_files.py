@@ -191,7 +191,7 @@ def quantized_by(about: object) -> str | None:
 DEQUANTIZE = (
     "name a folder with weights in bf16, fp16 or fp32; Transformers' model.dequantize() and save_pretrained make one"
 )
-"""What to do about it."""
+"""Remedy for quantized weights."""
 
 
 def weights_problem(folder: Path) -> str | None:

@@ -41,7 +41,7 @@ class FurtherLayers:
     """Weights of heads that are stored as further layers of a model, without copies of the model's own."""
 
     layers: int
-    """Of the model without heads."""
+    """Layers of the model, without its heads."""
     shapes: Mapping[str, tuple[int, ...]]
     """By name."""
 

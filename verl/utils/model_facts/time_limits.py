@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from verl.utils.model_facts.model_files import model_folder, weight_bytes
 
 DISK_BYTES_PER_S = 2e8
-"""What the slowest disk reads or writes: a network disk that several nodes share."""
+"""Speed of the slowest disk that is expected: a network disk that several nodes share."""
 COLLECTIVE_S, CALL_S = 600, 1800.0
 """Limits of small models."""
 START_S = {"vllm": 600.0, "sglang": 900.0}
@@ -23,7 +23,7 @@ class TimeLimits:
 
     @property
     def read_s(self) -> float:
-        """How long the slowest disk takes to read the weights once."""
+        """Time in which the slowest disk reads the weights once."""
         return self.file_bytes / DISK_BYTES_PER_S
 
     @property
