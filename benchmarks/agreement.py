@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from tests.support.vision_models import heads_of_32, picture_rows, tiny_vision_model_dir, write_parquet
 from verl.config import HFModelConfig, RolloutConfig
 from verl.config.model import FSDPEngineConfig, FSDPOptimizerConfig
-from verl.config.rollout import OTHER_PROGRAMS, OWN_ENGINES
+from verl.config.rollout import IN_PROCESS_ENGINES, SERVER_ENGINES
 from verl.datasets.rl_dataset import RLHFDataset, collate_fn
 from verl.protocol import DataProto
 from verl.testing.models import MIXTURES, tiny_model_dir
@@ -52,7 +52,7 @@ KINDS = {
     **{f"images ({family})": family for family in FAMILIES},
     **{f"LoRA ({name})": family for family, name in ADAPTED.items()},
 }
-ENGINES = (*OWN_ENGINES, *OTHER_PROGRAMS)
+ENGINES = (*IN_PROCESS_ENGINES, *SERVER_ENGINES)
 REFUSED = {("deepseek_v3", "native")}  # latent attention
 PROMPTS, RESPONSES, PROMPT_LENGTH, RESPONSE_LENGTH = 6, 2, 40, 8
 TOLERANCE = 2e-5
@@ -106,7 +106,7 @@ def on_rank(rank: int, ranks: int, kinds: Sequence[str], engines: Sequence[str],
         for engine, row in measure(family, kind.startswith("LoRA"), place, own, merged).items():
             found += row
             if rank == 0:
-                alone = kind.startswith("LoRA") and engine in OTHER_PROGRAMS and not merged
+                alone = kind.startswith("LoRA") and engine in SERVER_ENGINES and not merged
                 name = f"{kind}, adapters alone" if alone else kind
                 print(f"| {name} | `{engine}` | {ranks} | {' | '.join(f'{value:.1e}' for value in row)} |", flush=True)
     if rank == 0:
@@ -171,8 +171,8 @@ def compared(
     """Draw responses, and compare log-probs of the rollout and the trainer, and the trainer's gradients."""
     config: Any = {"name": engine, "prompt_length": PROMPT_LENGTH, "response_length": RESPONSE_LENGTH}
     config["tensor_model_parallel_size"] = 1
-    applies = engine in OTHER_PROGRAMS and trainer.has_adapters and not merged
-    if engine in OTHER_PROGRAMS:
+    applies = engine in SERVER_ENGINES and trainer.has_adapters and not merged
+    if engine in SERVER_ENGINES:
         # The seed is one that draws no token of images, which the plain model would take for an image.
         config |= {"enforce_eager": True, "merge_adapters": not applies, "seed": 5}
     model = replace(trainer.model_config, path=path) if applies else HFModelConfig(path=path)

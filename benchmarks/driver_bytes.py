@@ -109,7 +109,7 @@ def measured(folder: Path, length: int, least_bytes: int, agents: bool) -> Count
     (folder / "reward.py").write_text(REWARD)
     (folder / "agent.py").write_text(AGENT)
     (folder / "agents.yaml").write_text(f"- {{name: two_turns, _target_: TwoTurns, path: {folder}/agent.py}}\n")
-    tensor_columns.LEAST_BYTES = least_bytes
+    tensor_columns.MIN_BYTES = least_bytes
     CountingGroup.bytes.clear()
     settings = {
         "data__train_batch_size": PROMPTS,
@@ -146,8 +146,8 @@ def main() -> None:
     lines = ["| responses of | columns travel as | tokens of a response | sent as values | sent as references "]
     lines[0] += "| read by the driver | told by agent loops | values per token |"
     lines.append("|---" * 8 + "|")
-    kinds = ("one turn", "values", 2**62), ("one turn", "references", stored.LEAST_BYTES)
-    for source, name, least in (*kinds, ("agent loops", "references", stored.LEAST_BYTES)):
+    kinds = ("one turn", "values", 2**62), ("one turn", "references", stored.MIN_BYTES)
+    for source, name, least in (*kinds, ("agent loops", "references", stored.MIN_BYTES)):
         for length in args.lengths:
             with tempfile.TemporaryDirectory() as folder:
                 os.environ["VERL_FILE_LOGGER_PATH"] = f"{folder}/metrics.jsonl"

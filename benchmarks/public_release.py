@@ -103,7 +103,7 @@ def refusal(configuration: str, key: str, default: object) -> str | None:
     put(tree, key, default)
     problems: list[Problem] = []
     root = next((section for start, section in ROOTS.items() if configuration.startswith(start)), PPOConfig)
-    Translator.of(root, (key,), problems).translate(tree)
+    Translator.for_root(root, (key,), problems).translate(tree)
     return problems[0].cause if problems else None
 
 

@@ -165,7 +165,7 @@ BATCH = DataProto.from_dict(tensors={"responses": ZEROS, "attention_mask": torch
             "a sequence of 9 tokens does not fit into a micro-batch of 5. Raise max_token_len (",
         ),
         (
-            lambda: DataConfig.of({"truncation": "centre"}),
+            lambda: DataConfig.from_mapping({"truncation": "centre"}),
             "DataConfig cannot be made: truncation='centre': Input should be 'error', 'left', 'right' or 'middle'.",
         ),
         (lambda: default_compute_score("gsm8k", 5, "1"), "solution_str is int 5, not a text."),

@@ -600,7 +600,7 @@ def test_a_disk_without_room_for_what_was_sampled_ahead_is_a_failed_save(tmp_pat
     batch = DataProto.from_dict({"ids": torch.arange(100_000)})
     run = Run(tmp_path)
     run.save(1)
-    state = replace(run.state(2), pending=Deferred.of({"3-batch": batch}))
+    state = replace(run.state(2), pending=Deferred.from_value({"3-batch": batch}))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:

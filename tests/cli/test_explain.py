@@ -14,7 +14,15 @@ from rich.console import Console
 import verl
 from tests.checkpoint.test_run import Run
 from verl.cli.differences import ABSENT, describe_kinds, differences, differences_table, kinds, read_settings
-from verl.cli.explain import all_settings, explanation, follows_from, matching, of_other_sections, other_keys, read_at
+from verl.cli.explain import (
+    all_settings,
+    explanation,
+    follows_from,
+    keys_of_other_sections,
+    matching,
+    other_keys,
+    read_at,
+)
 from verl.errors import ConfigError
 from verl.trainer.loop import RunSettings
 
@@ -51,11 +59,11 @@ def test_keys_that_end_alike_in_other_sections():
     settings, rate = all_settings(), ["actor_rollout_ref.actor.optim.lr", "critic.optim.lr", "optim.lr"]
     for path in rate:
         setting = next(one for one in settings if one.path == path)
-        assert of_other_sections(setting, settings) == [other for other in rate if other != path]
+        assert keys_of_other_sections(setting, settings) == [other for other in rate if other != path]
     assert {setting.path for setting in matching("optim.lr", settings)} == {*rate}, "a key, and the end of others"
     assert {setting.path for setting in matching("critic.optim.lr", settings)} == {"critic.optim.lr"}
-    assert of_other_sections(matching("trainer.seed", settings)[0], settings) == []
-    assert of_other_sections(matching("critic.optim", settings)[0], settings) == []
+    assert keys_of_other_sections(matching("trainer.seed", settings)[0], settings) == []
+    assert keys_of_other_sections(matching("critic.optim", settings)[0], settings) == []
 
 
 def test_all_sections_of_a_name_are_listed_before_their_keys():

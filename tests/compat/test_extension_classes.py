@@ -70,7 +70,7 @@ def run_loop(folder: Path, source: str, texts: list[str], entry: str = "", **cha
         **changes,
     }
     command = [*overrides(paths, folder, **settings), "+my_section.switch=on", "+data.my_switch=on"]
-    config = load_config(compose(command), of_program=True)
+    config = load_config(compose(command), for_program=True)
     tokenizer = hf_tokenizer(paths["model"])
     script = Script(tokenizer)
     script.begin(texts)
@@ -108,7 +108,7 @@ from verl import DataProto
 from verl.workers.reward_manager import register
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
 
-@register("of_program")
+@register("for_program")
 class MyManager(AbstractRewardManager):
     def __init__(self, tokenizer, num_examine, compute_score: RawRewardFn | None = None,
                  reward_fn_key="data_source", my_bonus=0.0, **kwargs):

@@ -159,7 +159,7 @@ class Prepared:
 
     def next(self, context: StepContext) -> Experience:
         batch = DataProto.from_dict(tensors={"response_mask": torch.ones(2, 3, dtype=torch.long)})
-        return Experience(batch, Deferred.of(DataProto()), RewardRecord(), draws_once=False)
+        return Experience(batch, Deferred.from_value(DataProto()), RewardRecord(), draws_once=False)
 
     def updated(self, version: int) -> None:
         """Samples whatever the weights are."""

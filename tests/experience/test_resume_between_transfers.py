@@ -67,7 +67,7 @@ def make_run(
     source: Any = SimpleNamespace(
         config=config,
         next_prompts=next_prompts,
-        score=lambda *_: Deferred.of(DataProto()),
+        score=lambda *_: Deferred.from_value(DataProto()),
         scorer=SimpleNamespace(scores_any_time=lambda _: False),
         reward_fn=None,
     )

@@ -212,7 +212,7 @@ def test_the_merger_reads_no_code_from_the_folder_it_compares_with(
     (tmp_path / "actor" / "huggingface").mkdir(parents=True)
     shutil.copy(model / "config.json", tmp_path / "actor" / "huggingface")
     torch_bomb(model / "pytorch_model.bin", mark, **weights)
-    monkeypatch.setattr("verl.model_merger.fsdp.saved_weights", lambda folder: LazyWeights.of(weights))
+    monkeypatch.setattr("verl.model_merger.fsdp.saved_weights", lambda folder: LazyWeights.from_tensors(weights))
     with pytest.raises(CheckpointError, match="pickle with more in it than weights"):
         compare(tmp_path / "actor", str(model))
 

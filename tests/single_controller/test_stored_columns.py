@@ -160,7 +160,7 @@ def test_a_result_that_is_gone_is_a_lost_process(groups, pool):
     flags = DataProto.from_dict({"flags": torch.zeros(8)})
 
     def look() -> str:
-        column = StoredColumn(Origin.of(made, "ids", 8), torch.int64, [8, 40_000])
+        column = StoredColumn(Origin.from_result(made, "ids", 8), torch.int64, [8, 40_000])
         try:
             groups[1].look(flags | DataProto(TensorColumns([8], {"ids": column})))
         except ProcessLostError as error:

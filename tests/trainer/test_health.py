@@ -11,7 +11,7 @@ from verl.trainer.health import DESCRIPTIONS, FINITE, HealthWatch, health_metric
 
 def rules(name: str, values: list[float]) -> list[tuple[int, str]]:
     watch = HealthWatch()
-    found = [alert for step, value in enumerate(values, 1) for alert in watch.look(step, {name: value})]
+    found = [alert for step, value in enumerate(values, 1) for alert in watch.check(step, {name: value})]
     return [(alert.step, alert.rule) for alert in found]
 
 
@@ -55,13 +55,13 @@ def test_a_value_that_is_not_finite_is_told_at_once():
 @pytest.mark.parametrize(("of_policy", "told"), [({}, []), ({"actor/pg_loss": 0.0}, [(51, "reward_stuck")])])
 def test_rewards_that_do_not_change_are_no_trouble_where_only_a_teacher_is_learnt_from(of_policy, told):
     watch, metrics = HealthWatch(), {"critic/score/mean": 0.0, "distillation/loss": 1.0} | of_policy
-    assert [(alert.step, alert.rule) for step in range(1, 52) for alert in watch.look(step, metrics)] == told
+    assert [(alert.step, alert.rule) for step in range(1, 52) for alert in watch.check(step, metrics)] == told
 
 
 def test_each_data_source_of_validation_is_watched_for_itself():
     watch = HealthWatch()
     for step in (0, 10, 20):
-        alerts = watch.look(step, {"val-core/a/acc/mean@1": 0.5, "val-core/b/reward/mean@1": 0.0})
+        alerts = watch.check(step, {"val-core/a/acc/mean@1": 0.5, "val-core/b/reward/mean@1": 0.0})
     assert [(alert.step, alert.metric) for alert in alerts] == [(20, "val-core/b/reward/mean@1")]
 
 
@@ -85,7 +85,7 @@ def test_trouble_that_goes_on_is_told_once_and_again_after_a_pause():
 def test_the_reason_has_the_numbers():
     watch = HealthWatch()
     for step in range(1, 22):
-        watch.look(step, {"actor/grad_norm": 2.0})
-    (alert,) = watch.look(22, {"actor/grad_norm": 50.0})
+        watch.check(step, {"actor/grad_norm": 2.0})
+    (alert,) = watch.check(22, {"actor/grad_norm": 50.0})
     assert alert.reason == "the gradient's norm is 50, 2 in the 20 steps before."
     assert (alert.metric, alert.samples) == ("actor/grad_norm", "advantage")

@@ -59,7 +59,7 @@ class Steps:
         pending = Deferred([sampled], dict)
         return RunState(global_step=self.global_steps, dataloader={}, controllers={}, rng={}, pending=pending)
 
-    def go_on_from(self, state: RunState) -> None:
+    def restore(self, state: RunState) -> None:
         self.global_steps = state.global_step
 
     def resume(self) -> None:
@@ -90,11 +90,11 @@ def test_a_lost_run_goes_on_from_the_newest_state_that_is_whole(arriving, lost, 
     checkpoint = TrainerCheckpoint(CheckpointPlan(root=str(tmp_path)), run.trained_groups)
     settings = RecoveryConfig(snapshot_freq=1, backoff_s=0.0)
     recovery = Recovery(settings, run, checkpoint, PassLimits(may_cut=True), Termination())
-    recovery.hold()
+    recovery.snapshot()
     for step in (1, 2, 3):
         run.global_steps = step
-        recovery.hold()
-        recovery.hold()  # once more for the same step: nothing
+        recovery.snapshot()
+        recovery.snapshot()  # once more for the same step: nothing
     assert recovery.can_save == bool(arriving)
     with recovery.guard():
         run.global_steps = 4  # under way

@@ -16,7 +16,7 @@ def test_events_come_by_frequency_and_at_the_last_step():
 
 @pytest.mark.parametrize(("frequency", "saved"), [(0, [10]), (-1, []), (4, [4, 8, 10])])
 def test_a_run_saves_at_its_end_unless_that_is_turned_off(frequency: int, saved: list[int]):
-    schedule = Schedule.of(BaseTrainerConfig(save_freq=frequency), 10)
+    schedule = Schedule.from_config(BaseTrainerConfig(save_freq=frequency), 10)
     assert [step for step in range(1, 11) if schedule.due("save", step)] == saved
 
 

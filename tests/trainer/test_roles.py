@@ -34,7 +34,7 @@ def test_rollout_engines_with_a_pool_keep_their_weights_and_count_its_ranks():
     words += ["actor_rollout_ref.rollout.name=native"]
     config = load_config(compose(words), PPOConfig, with_rules=False, with_algorithms=False)
     assert config.actor_rollout_ref.rollout.ranks == 6
-    arguments = worker_arguments(config, Needs.of(config))
+    arguments = worker_arguments(config, Needs.from_config(config))
     assert [str(role) for role in arguments] == ["critic", "actor", "rollout"]
     assert config.actor_rollout_ref.rollout.free_cache_engine
     assert not arguments[Role.Rollout]["config"].rollout.free_cache_engine

@@ -280,7 +280,7 @@ def test_a_prompt_whose_greedy_response_has_no_score_is_left_out(train, tmp_path
 
 
 def test_ray_with_two_ranks_gives_the_numbers_of_one_local_rank(train, ray_cluster, monkeypatch, tmp_path):
-    monkeypatch.setattr("verl.protocol.tensor_columns.LEAST_BYTES", 1)  # columns travel as references, as large ones do
+    monkeypatch.setattr("verl.protocol.tensor_columns.MIN_BYTES", 1)  # columns travel as references, as large ones do
     common = {"actor_rollout_ref__actor__use_kl_loss": "true", "trainer__total_training_steps": 2}
     local = train(**common)
     ray = train(trainer__controller="ray", trainer__n_gpus_per_node=2, **common)

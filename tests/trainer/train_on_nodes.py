@@ -74,7 +74,7 @@ def main(folder: Path, shared: str, lose: bool) -> list[dict[str, Any]]:
     log = folder / "metrics.jsonl"
     os.environ["VERL_FILE_LOGGER_PATH"] = str(log)
     (folder / "reward.py").write_text(REWARD)
-    tensor_columns.LEAST_BYTES = 1  # all columns travel as references, between nodes too
+    tensor_columns.MIN_BYTES = 1  # all columns travel as references, between nodes too
     settings = {
         "actor_rollout_ref__actor__use_kl_loss": "true",
         "actor_rollout_ref__actor__optim__lr": 1e-4,

@@ -43,7 +43,7 @@ CONFIGS = {
 def test_sizes_are_those_of_the_modules(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIGS[name])
-    found = ExpertSizes.of(model.config)
+    found = ExpertSizes.from_config(model.config)
     routers = [routers_of(layer) for layer in model.model.layers]
     assert found.sparse == tuple(map(bool, routers))
     layer = next(layer for layer, own in zip(model.model.layers, routers, strict=True) if own)
@@ -56,9 +56,9 @@ def test_sizes_are_those_of_the_modules(name):
 
 
 def test_a_dense_model_has_none():
-    assert ExpertSizes.of(Qwen3Config(num_hidden_layers=2)) is None
+    assert ExpertSizes.from_config(Qwen3Config(num_hidden_layers=2)) is None
     dense = Qwen3MoeConfig(**COMMON, num_experts=6, moe_intermediate_size=10, mlp_only_layers=[0, 1, 2, 3])
-    assert ExpertSizes.of(dense) is None
+    assert ExpertSizes.from_config(dense) is None
 
 
 def test_products_of_layers_with_and_without_experts_by_hand():

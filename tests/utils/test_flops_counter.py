@@ -39,18 +39,18 @@ def test_by_hand():
 
 
 def test_a_head_with_one_output():
-    counter = FlopsCounter.of(config(), outputs=1)
+    counter = FlopsCounter.from_config(config(), outputs=1)
     assert counter is not None
     assert counter.forward_flops([2, 3], head_tokens=3) == 2880 + 2 * 4 * 1 * 3 + 432
 
 
 def test_what_is_not_known_has_no_utilization():
-    assert FlopsCounter.of(MambaConfig()) is None  # no attention
+    assert FlopsCounter.from_config(MambaConfig()) is None  # no attention
     unknown = Arithmetic(None, 1e10)
     assert unknown.training_flops([2, 3], 3) is None
     assert unknown.utilization(None, 1.0) is None
-    assert Arithmetic.of_ranks([unknown, Arithmetic(None, None)]).peak_flops is None
-    whole = Arithmetic.of_ranks([Arithmetic(FlopsCounter(config()), 1e10)] * 2)
+    assert Arithmetic.from_ranks([unknown, Arithmetic(None, None)]).peak_flops is None
+    whole = Arithmetic.from_ranks([Arithmetic(FlopsCounter(config()), 1e10)] * 2)
     # 3552 operations forward, 3 times that in training, of 2e10 a second
     assert (whole.forward_flops([2, 3], 3), whole.training_flops([2, 3], 3)) == (3552, 10656)
     # One of two sequences of 3 has the first 2 tokens of the other: left are those of 3 and 1, and 2 pairs of the last
@@ -106,14 +106,14 @@ def test_gated_delta_nets_by_hand():
     fields |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_hidden_layers": 2}
     fields |= {"hidden_size": 8, "intermediate_size": 16, "vocab_size": 10}
     text = Qwen3_5TextConfig(**fields, layer_types=["linear_attention", "full_attention"])
-    counter = FlopsCounter.of(text)
+    counter = FlopsCounter.from_config(text)
     assert counter is not None
     # Attention 8 · (8 + 8 gates + 4 + 4 + 8); delta net 8 · (2 + 2 + 6 + 6 + 2 + 2) + 4 · 10 + 6 · 8 and per head three
     # times 2 · 3; feed-forward 2 · 3 · 8 · 16.
     assert counter.weights == 256 + (160 + 40 + 48 + 36) + 768
     # Of 9 pairs, in one layer.
     assert counter.forward_flops([2, 3], head_tokens=0) == 2 * 5 * 1308 + 2 * (8 + 8) * 9
-    assert FlopsCounter.of(Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2)) is None
+    assert FlopsCounter.from_config(Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2)) is None
 
 
 def test_latent_attention_by_hand():

@@ -148,7 +148,7 @@ def test_supervised_training(family, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_images_apart_together_and_sent_keep_their_seconds(is_stored, tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.serving.sent_images.LEAST_BYTES", 1 if is_stored else 2**17)
+    monkeypatch.setattr("verl.serving.sent_images.MIN_BYTES", 1 if is_stored else 2**17)
     path = tiny_vision_model_dir(tmp_path / "model", "qwen2_5_vl")
     batch = film_prompts(path, tmp_path, count=4)
     both, image = (batch.non_tensor_batch["multi_modal_inputs"][row] for row in (3, 2))

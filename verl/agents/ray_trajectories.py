@@ -172,7 +172,7 @@ class AgentProcesses:
         """Notice that a process is lost."""
         while worker.loss is None:
             try:
-                worker.silences = worker.actor.look() or []
+                worker.silences = worker.actor.poll() or []
             except (ActorSilentError, RayActorError) as error:
                 await self.lose(worker, error)
             await asyncio.sleep(CHECK_S)

@@ -138,10 +138,10 @@ class Mean:
     prompts: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Mean:
+    def from_values(cls, values: Sequence[float]) -> Mean:
         """Compute mean and standard error s / √n of values, with the deviation s of a sample.
 
-        >>> Mean.of([0.0, 1.0, 1.0, 0.0])
+        >>> Mean.from_values([0.0, 1.0, 1.0, 0.0])
         Mean(mean=0.5, standard_error=0.28867513459481287, prompts=4)
         """
         error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
@@ -206,7 +206,7 @@ def summary(rows: Sequence[JsonObject], groups: Sequence[tuple[str, Sequence[Sco
     by_source: dict[str, list[float]] = {}
     for (source, _), mean in zip(usable, means, strict=True):
         by_source.setdefault(source, []).append(mean)
-    whole = Mean.of(means)
+    whole = Mean.from_values(means)
     return Evaluation(
         rows=[
             {**row, SCORES: [score.value if score.status == "ok" else None for score in group]}
@@ -219,11 +219,13 @@ def summary(rows: Sequence[JsonObject], groups: Sequence[tuple[str, Sequence[Sco
         standard_error=whole.standard_error,
         best=statistics.fmean(max(score.value for score in group) for _, group in usable),
         parts={
-            name: Mean.of([statistics.fmean(one) for one in values if one])
+            name: Mean.from_values([statistics.fmean(one) for one in values if one])
             for name, values in parts.items()
             if any(values)
         },
-        sources={source: Mean.of(values) for source, values in by_source.items()} if len(by_source) > 1 else {},
+        sources={source: Mean.from_values(values) for source, values in by_source.items()}
+        if len(by_source) > 1
+        else {},
     )
 
 

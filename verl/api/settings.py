@@ -20,9 +20,9 @@ from verl.utils.model_facts.model_files import longest_context
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 
-FIRST_MEANT = ("", "trainer", "data", "algorithm")
+PREFERRED_SECTIONS = ("", "trainer", "data", "algorithm")
 """Sections whose keys may be named by their last part alone; the first of them that has such a key is meant."""
-THEN_MEANT = (
+FALLBACK_SECTIONS = (
     "model",
     "engine",
     "optim",
@@ -98,8 +98,8 @@ def _keys(name: str, value: object, known: Collection[str], root: type[BaseConfi
 
 def _keys_with_last_part(name: str, known: Collection[str]) -> list[str]:
     """Return the keys that a short name may mean; several if it is ambiguous."""
-    first = [key for section in FIRST_MEANT if (key := f"{section}.{name}".lstrip(".")) in known]
-    return first[:1] or [key for section in THEN_MEANT if (key := f"{section}.{name}") in known]
+    first = [key for section in PREFERRED_SECTIONS if (key := f"{section}.{name}".lstrip(".")) in known]
+    return first[:1] or [key for section in FALLBACK_SECTIONS if (key := f"{section}.{name}") in known]
 
 
 COUNTED = (

@@ -33,7 +33,7 @@ from verl.errors import ConfigError
 from verl.supervision.lock import FolderLock
 from verl.utils.console import restart_clock
 
-MOST_PROMPTS = 32
+MAX_PROMPTS = 32
 """Prompts of a step unless the call says, if there are as many."""
 GROUP = 8
 """Responses to a prompt unless the call says; 1 with a critic."""
@@ -173,7 +173,7 @@ def sft(
                 "model.path": path_of(model),
                 "data.train_files": [str(folder / "data" / "train.jsonl")],
                 "data.num_workers": 0,
-                "data.train_batch_size": len(rows) // math.ceil(len(rows) / MOST_PROMPTS),
+                "data.train_batch_size": len(rows) // math.ceil(len(rows) / MAX_PROMPTS),
                 "checkpoint.save_contents": list(_PARTS),
             }
         )
@@ -302,7 +302,7 @@ def _sizes(
         sizes: JsonObject = dict(batch_sizes(counted, ranks_of({**defaults, **values}), per_prompt))
     else:
         # An incomplete last batch is dropped, so steps are of equal size: 40 rows are 2 steps of 20, not 32 and a rest.
-        steps = math.ceil(rows / MOST_PROMPTS)
+        steps = math.ceil(rows / MAX_PROMPTS)
         prompts = values.get("data.train_batch_size", rows // steps)
         sizes = {"data.train_batch_size": prompts}
         if isinstance(prompts, str) or prompts:  # else it alone is reported

@@ -53,7 +53,7 @@ class CheckpointPlan:
     """URL of a folder that gets a copy of each step; see :mod:`verl.checkpoint.remote`."""
 
     @classmethod
-    def of(
+    def from_config(
         cls, trainer: BaseTrainerConfig, keep: dict[str, int | None], delete_after_load: bool = False
     ) -> CheckpointPlan:
         """Create from a run's ``trainer`` section."""
@@ -69,11 +69,11 @@ class CheckpointPlan:
         )
 
     @classmethod
-    def of_ppo(cls, trainer: TrainerConfig) -> CheckpointPlan:
+    def from_ppo_config(cls, trainer: TrainerConfig) -> CheckpointPlan:
         """Create for a PPO run, which limits actor and critic checkpoints separately."""
         one = 1 if trainer.remove_previous_ckpt_in_save else None
         keep = {"actor": one or trainer.max_actor_ckpt_to_keep, "critic": one or trainer.max_critic_ckpt_to_keep}
-        return cls.of(trainer, keep, trainer.del_local_ckpt_after_load)
+        return cls.from_config(trainer, keep, trainer.del_local_ckpt_after_load)
 
 
 class ResumeChoice:

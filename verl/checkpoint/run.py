@@ -321,7 +321,7 @@ class TrainerCheckpoint:
             dataloader=dataloader,
             controllers=state,
             rng=rng,
-            pending=Deferred.of(pending),
+            pending=Deferred.from_value(pending),
         )
 
     def _read_public(self, folder: Path) -> RunState:

@@ -48,7 +48,7 @@ class RunState:
     """Values that change from step to step besides the weights (KL and entropy coefficients, epochs), by name."""
     rng: dict[str, object] | None
     """Random generators of the driver process, if they were saved."""
-    pending: Deferred[Mapping[str, BatchForFile | Path]] = field(default_factory=lambda: Deferred.of({}))
+    pending: Deferred[Mapping[str, BatchForFile | Path]] = field(default_factory=lambda: Deferred.from_value({}))
     """Batches that were sampled and not trained on yet, by name; of a checkpoint that was read, their files."""
 
 

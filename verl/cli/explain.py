@@ -25,9 +25,9 @@ from verl.trainer.config.other_libraries import lines_about, other_name
 from verl.trainer.config.translate import ALIASES, RETIRED
 
 # How much is shown: keys that match a word, lines of the code, and keys like one that does not exist.
-MOST_KEYS = 60
-MOST_LINES = 8
-MOST_GUESSES = 6
+MAX_KEYS = 60
+MAX_LINES = 8
+MAX_GUESSES = 6
 
 
 @dataclass
@@ -133,13 +133,13 @@ def follows_from(path: str, settings: list[Setting]) -> list[str]:
     return list(dict.fromkeys(followers))
 
 
-def of_other_sections(setting: Setting, settings: list[Setting]) -> list[str]:
+def keys_of_other_sections(setting: Setting, settings: list[Setting]) -> list[str]:
     """Return the keys of other sections that have the same section and name at their end: another ``optim.lr``."""
     if setting.is_section or "." not in setting.path:
         return []
     end = ".".join(setting.path.split(".")[-2:])
     alike = [one.path for one in _by_path(settings) if f".{one.path}".endswith(f".{end}") and not one.is_section]
-    return [path for path in alike if path != setting.path][:MOST_GUESSES]
+    return [path for path in alike if path != setting.path][:MAX_GUESSES]
 
 
 @functools.cache  # a key that commands define in two ways has two pages
@@ -183,8 +183,8 @@ def _guesses(word: str, settings: list[Setting]) -> str:
     for setting in settings:
         names.setdefault(setting.path.rpartition(".")[2], []).append(setting.path)
         names.setdefault(setting.path, []).append(setting.path)
-    close = difflib.get_close_matches(word, names, n=MOST_GUESSES, cutoff=0.6)
-    guesses = list(dict.fromkeys(path for name in close for path in names[name]))[:MOST_GUESSES]
+    close = difflib.get_close_matches(word, names, n=MAX_GUESSES, cutoff=0.6)
+    guesses = list(dict.fromkeys(path for name in close for path in names[name]))[:MAX_GUESSES]
     return f"Near it: {', '.join(guesses)}." if guesses else "Try a part of its name, or a word of its meaning."
 
 
@@ -198,12 +198,12 @@ def _page(setting: Setting, settings: list[Setting]) -> RenderableType:
     followers = follows_from(setting.path, settings)
     if followers:
         rows.add_row("  followed by", Text("\n".join(followers)))
-    if others := [path for path in of_other_sections(setting, settings) if path not in followers]:
+    if others := [path for path in keys_of_other_sections(setting, settings) if path not in followers]:
         rows.add_row("  see also", Text("\n".join(others)))
     lines = [] if setting.is_section else read_at(setting.path, alone=not followers)
     if lines:
-        rest = f"\n… and {len(lines) - MOST_LINES} more" if len(lines) > MOST_LINES else ""
-        rows.add_row("  read at", Text("\n".join(lines[:MOST_LINES]) + rest))
+        rest = f"\n… and {len(lines) - MAX_LINES} more" if len(lines) > MAX_LINES else ""
+        rows.add_row("  read at", Text("\n".join(lines[:MAX_LINES]) + rest))
     elif followers and not setting.is_section:
         rows.add_row("  read at", Text("no line: its value is read through the settings that follow it"))
     return Group(Text(setting.path, style="bold"), rows)
@@ -214,8 +214,8 @@ def _list(settings: list[Setting]) -> RenderableType:
     rows.add_column(overflow="fold")  # a cut key could not be copied
     rows.add_column()
     by_path = _by_path(settings)
-    for setting in by_path[:MOST_KEYS]:
+    for setting in by_path[:MAX_KEYS]:
         default = "" if setting.is_section else f" [{setting.default}]"
         rows.add_row(Text(setting.path, style="bold"), Text(setting.meaning + default, style="dim"))
-    rest = len(by_path) - MOST_KEYS
+    rest = len(by_path) - MAX_KEYS
     return Group(rows, Text(f"… and {rest} more: name a longer part of the key")) if rest > 0 else rows

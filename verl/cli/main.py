@@ -23,7 +23,7 @@ from verl.cli.commands import INSPECTIONS, MODULES, ModuleCommand
 from verl.errors import ConfigError, VerlError
 from verl.supervision.interruption import interruptible
 
-MOST_COMPLETIONS = 200
+MAX_COMPLETIONS = 200
 """Completions offered for the beginning of a key."""
 
 
@@ -45,7 +45,7 @@ def complete_keys(configuration: str, beginning: str) -> list[str]:
 
     roots = {entry.name: entry.root for entry in ENTRIES}
     keys = leaves(roots[configuration]) if configuration in roots else {}
-    return [f"{path}=" for path in keys if path.startswith(beginning)][:MOST_COMPLETIONS]
+    return [f"{path}=" for path in keys if path.startswith(beginning)][:MAX_COMPLETIONS]
 
 
 def quickstart_file() -> Path:

@@ -39,7 +39,7 @@ class AsyncPlan:
     """Batches that start before the first step besides its own; later each step starts one."""
 
     @classmethod
-    def of(cls, config: PPOConfig) -> AsyncPlan:
+    def from_config(cls, config: PPOConfig) -> AsyncPlan:
         """Read ``trainer.v1`` and ``trainer.async`` of a checked configuration."""
         settings, v1 = config.trainer.async_, config.trainer.v1
         free_running = v1.trainer_mode != "sync"

@@ -187,7 +187,7 @@ class BaseConfig(Mapping[str, Any], metaclass=_SectionType):
         """Do nothing; the ``__post_init__`` of a program's subclass may call it."""
 
     @classmethod
-    def of(cls, values: Mapping[str, object]) -> Self:
+    def from_mapping(cls, values: Mapping[str, object]) -> Self:
         """Convert a mapping with any part of this section; its other keys have no effect.
 
         Of a plain mapping these are logged. A composed section has some always, which loading has judged.
@@ -481,8 +481,8 @@ def _sentences(module: str) -> dict[tuple[str, str], str]:
 def _of_type(field: FieldInfo, value: object) -> object:
     below, named = section_of(field), named_section_of(field)
     if named is not None and isinstance(value, Mapping):
-        return {name: named.of(item) if isinstance(item, Mapping) else item for name, item in value.items()}
-    return below.of(value) if below is not None and isinstance(value, Mapping) else _plain(value)
+        return {name: named.from_mapping(item) if isinstance(item, Mapping) else item for name, item in value.items()}
+    return below.from_mapping(value) if below is not None and isinstance(value, Mapping) else _plain(value)
 
 
 def _plain(value: object) -> object:

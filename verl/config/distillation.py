@@ -11,7 +11,7 @@ from verl.config.data import Truncation
 from verl.config.machine import DTYPE
 from verl.config.model import DType
 from verl.config.problems import Problem
-from verl.config.rollout import NO_OTHER_ENGINE, OTHER_PROGRAMS, RolloutConfig
+from verl.config.rollout import NO_OTHER_ENGINE, SERVER_ENGINES, RolloutConfig
 
 TeacherEngineName = Literal["native", "hf", "vllm", "sglang", "openai", "trtllm"]
 FORWARD_PASSES = ("native", "hf")
@@ -89,7 +89,7 @@ class TeacherInferenceConfig(BaseConfig):
     @property
     def is_engine(self) -> bool:
         """True if the teacher is a rollout engine."""
-        return self.name in OTHER_PROGRAMS
+        return self.name in SERVER_ENGINES
 
     def rollout(self, topk: int = 0, stays_awake: bool = False) -> RolloutConfig:
         """Return the settings of the teacher's engine as those of a rollout engine.
@@ -258,7 +258,7 @@ class DistillationConfig(BaseConfig):
     @property
     def aligns_text(self) -> bool:
         """True if teachers may have other tokenizers than the policy."""
-        return self.enabled and self.alignment == "text" and not self.is_of_itself
+        return self.enabled and self.alignment == "text" and not self.is_self_distillation
 
     @property
     def teachers(self) -> Mapping[str, DistillationTeacherModelConfig]:
@@ -266,7 +266,7 @@ class DistillationConfig(BaseConfig):
 
         Of a policy that teaches itself it is that one, without a model.
         """
-        if self.is_of_itself:
+        if self.is_self_distillation:
             return _one_teacher() | {name: one for name, one in self.teacher_models.items() if name == UNNAMED}
         named = {name: teacher for name, teacher in self.teacher_models.items() if name != UNNAMED}
         unnamed = self.teacher_models.get(UNNAMED)
@@ -275,7 +275,7 @@ class DistillationConfig(BaseConfig):
         return self.teacher_models
 
     @property
-    def is_of_itself(self) -> bool:
+    def is_self_distillation(self) -> bool:
         """True if the policy is its own teacher, so that no other is loaded."""
         return self.enabled and self.self_distillation.enabled
 

@@ -17,7 +17,7 @@ from verl.config.model import NO_OTHER_BACK_END, HFModelConfig
 from verl.config.problems import Problem
 from verl.config.profiler import GlobalProfilerConfig
 from verl.config.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
-from verl.config.rollout import OTHER_PROGRAMS, RolloutConfig
+from verl.config.rollout import SERVER_ENGINES, RolloutConfig
 from verl.config.trainer import RayConfig, TrainerConfig
 
 
@@ -40,7 +40,7 @@ class ActorRolloutRefConfig(BaseConfig):
     """The frozen reference."""
 
     @property
-    def of_rollout_pool(self) -> ActorRolloutRefConfig:
+    def for_rollout_pool(self) -> ActorRolloutRefConfig:
         """The configuration of rollout engines on ranks of their own, where nothing else needs their memory."""
         return replace(self, rollout=replace(self.rollout, free_cache_engine=False))
 
@@ -65,8 +65,8 @@ class ActorRolloutRefConfig(BaseConfig):
         if self.rollout.merge_adapters:
             return
         key, cause = f"{path}.rollout.merge_adapters".lstrip("."), ""
-        if self.rollout.name not in OTHER_PROGRAMS:
-            engines = " and ".join(OTHER_PROGRAMS)
+        if self.rollout.name not in SERVER_ENGINES:
+            engines = " and ".join(SERVER_ENGINES)
             cause = f"rollout.name={self.rollout.name} merges where that rounds nothing; only {engines} can be told"
         elif not self.model.has_adapters:
             cause = "no adapters are trained (model.lora_rank=0)"

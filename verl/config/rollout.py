@@ -16,14 +16,14 @@ from verl.config.model import DType
 from verl.config.observation import PrometheusConfig, TraceConfig
 from verl.config.problems import Problem
 
-OTHER_PROGRAMS = ("vllm", "sglang")
+SERVER_ENGINES = ("vllm", "sglang")
 """Engines that need the package of the same name, in this environment or another."""
 GRAPH_SIZES = tuple(sorted({2**k for k in range(11)} | {3 * 2**k for k in range(9)}))
 """Numbers of rows for which `native` records CUDA graphs: 1, 2, 3, 4, 6, 8 ... 768, 1024; at most a third is unused."""
-MOST_GRAPHS = 32
+MAX_GRAPHS = 32
 """CUDA graphs that `native` keeps."""
 
-OWN_ENGINES = ("native", "hf")
+IN_PROCESS_ENGINES = ("native", "hf")
 """Engines inside the worker's process."""
 
 EngineName = Literal["native", "hf", "vllm", "sglang", "trtllm"]
@@ -286,12 +286,12 @@ class RolloutConfig(BaseConfig):
         for name, arguments in self.engine_kwargs.items():
             key = f"{path}.engine_kwargs.{name}"
             if name not in _per_engine():
-                cause = f"no engine of that name takes arguments.{suggest(name, OTHER_PROGRAMS)}"
-                yield Problem(key, arguments, cause, ", ".join(OTHER_PROGRAMS))
+                cause = f"no engine of that name takes arguments.{suggest(name, SERVER_ENGINES)}"
+                yield Problem(key, arguments, cause, ", ".join(SERVER_ENGINES))
             elif arguments is not None and not isinstance(arguments, Mapping):
                 yield Problem(key, arguments, "an engine takes arguments by name", remedy=f"set {key}.NAME=VALUE")
                 return
-        if self.name not in OTHER_PROGRAMS:
+        if self.name not in SERVER_ENGINES:
             return
         key = f"{path}.engine_kwargs.{self.name}.python"
         python = (self.engine_kwargs.get(self.name) or {}).get("python")

@@ -52,7 +52,7 @@ def create_rl_dataset(
     Raises:
         DataError: the data set is empty, or its items are no prompts.
     """
-    section = DataConfig.of(data_config)
+    section = DataConfig.from_mapping(data_config)
     grows = is_train and section.datagen.path is not None
     create = _dataset_class(section.custom_cls, DynamicGenDataset if grows else RLHFDataset)
     dataset = create(data_paths, tokenizer=tokenizer, config=data_config, processor=processor, max_samples=max_samples)
@@ -67,7 +67,7 @@ def create_rl_dataset(
 
 def get_dataset_class(data_config: DataConfig | Mapping[str, object]) -> type[Dataset]:
     """Return the class of training prompts: the one that ``data.custom_cls`` names, or one of verl's."""
-    section = DataConfig.of(data_config)
+    section = DataConfig.from_mapping(data_config)
     default = DynamicGenDataset if section.datagen.path is not None else RLHFDataset
     return cast("type[Dataset]", _dataset_class(section.custom_cls, default))
 
@@ -123,7 +123,7 @@ def create_rl_sampler(data_config: BaseConfig | Mapping[str, object], dataset: D
     sampler must not read ahead, so ``data.dataloader_num_workers`` must be 0. Through the ``StatefulDataLoader``'s
     state a resumed run sees the rest of the interrupted epoch and the same following epochs.
     """
-    config = data_config if isinstance(data_config, BaseConfig) else DataConfig.of(data_config)
+    config = data_config if isinstance(data_config, BaseConfig) else DataConfig.from_mapping(data_config)
     custom = config.get("sampler")
     if custom is not None and (custom.class_path or custom.class_name):
         create = users_class(_sampler_class(custom, config), "sampler")

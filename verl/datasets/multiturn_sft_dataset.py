@@ -90,7 +90,7 @@ class MultiTurnSFTDataset(Dataset):
         self.tokenizer, self.processor, self.max_samples = tokenizer, processor, max_samples
         self.config: Any = config if isinstance(config, BaseConfig | DictConfig) else OmegaConf.create({**config})
         self.parquet_files = [parquet_files] if isinstance(parquet_files, str) else list(parquet_files)
-        self.use_settings(SFTDataConfig.of(config))
+        self.use_settings(SFTDataConfig.from_mapping(config))
         self.images = PromptImages(processor, self.image_key, self.video_key)
         self._download()
         self._read_files_and_process()

@@ -133,7 +133,7 @@ class RLHFDataset(Dataset):
         self.config: Any = config if isinstance(config, BaseConfig | DictConfig) else OmegaConf.create({**config})
         self.data_files = [data_files] if isinstance(data_files, str) else list(data_files)
         self.original_data_files = list(self.data_files)
-        self.use_settings(DataConfig.of(config))
+        self.use_settings(DataConfig.from_mapping(config))
         self._download()
         self._read_files_and_tokenize()
         self._open()
@@ -167,7 +167,7 @@ class RLHFDataset(Dataset):
     @functools.cached_property
     def settings(self) -> DataConfig:
         """The settings of :attr:`config` that verl reads."""
-        return DataConfig.of(self.config)
+        return DataConfig.from_mapping(self.config)
 
     @functools.cached_property
     def images(self) -> PromptImages:

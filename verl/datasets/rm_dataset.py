@@ -100,7 +100,7 @@ class RMDataset(Dataset):
         require_turn_ends(tokenizer)
         self.tokenizer = tokenizer
         self.config = config
-        config = PreferenceDataConfig.of(config)
+        config = PreferenceDataConfig.from_mapping(config)
         self.use_settings(config)
         self.template_kwargs = dict(config.apply_chat_template_kwargs)
         self.files: list[DataFile] = open_files(parquet_files, "parquet_files")

@@ -256,7 +256,7 @@ def _from_batches(step: int, batches: Mapping[str, DataProto]) -> PendingExperie
         for index in range(sum(name.startswith(f"{step}-draw-") for name in batches)):
             draw, of_draw = take(f"draw-{index}")
             rewards.add(draw, of_draw["names"], of_draw["rates"])
-    experience = Experience(batch, Deferred.of(scores), rewards, draws_once)
+    experience = Experience(batch, Deferred.from_value(scores), rewards, draws_once)
     sampled: Future[Experience] = Future()
     sampled.set_result(experience)
     return PendingExperience(step, about["updates"], sampled, StepContext(step, metrics=about["metrics"]))

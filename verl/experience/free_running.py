@@ -190,7 +190,7 @@ class FreeRunning(ExperienceSource):
         scores, extra = self._scorer.joined([*groups, *filtered])
 
         def of_rows(rows: slice) -> Deferred[Scored]:
-            return Deferred.of((scores[rows], {name: values[rows] for name, values in extra.items()}))
+            return Deferred.from_value((scores[rows], {name: values[rows] for name, values in extra.items()}))
 
         size = len(batch)
         columns = self._source.take_scores(batch, of_rows(slice(size)), context, rewards)

@@ -73,7 +73,7 @@ class Lockstep(ExperienceSource):
         draws = self._draws(context, rewards)
         batch, metrics = fill_batch(draws, filters, self.config.data.train_batch_size, self._n)
         context.metrics |= metrics
-        return Experience(self._with_age(batch), Deferred.of(DataProto()), rewards, draws_once=False)
+        return Experience(self._with_age(batch), Deferred.from_value(DataProto()), rewards, draws_once=False)
 
     def _with_age(self, batch: DataProto) -> DataProto:
         """Add the age of the tokens, 0, if the correction reads it."""
@@ -142,7 +142,7 @@ class Lockstep(ExperienceSource):
         columns = Deferred([], partial(self._scored_columns, batch, scoring, context, rewards))
         if self.config.reward_model.launch_reward_fn_async:
             return columns
-        return Deferred.of(columns.result())
+        return Deferred.from_value(columns.result())
 
     def draw_of(self, batch: DataProto, scored: Scored) -> Draw:
         """Return what dynamic sampling reads of some samples.

@@ -118,7 +118,7 @@ class Scorer:
             return _submit_part(self._with_model_scores(batch), reward_fn)
         rows = rows_to_score(batch, self._agent)
         if not rows:
-            return Deferred.of(PartScores(complete_scores(batch, NO_SCORES, rows, self._agent)))
+            return Deferred.from_value(PartScores(complete_scores(batch, NO_SCORES, rows, self._agent)))
         chosen = self._with_model_scores(with_earlier_turns(batch).select_idxs(rows))
         scoring = _submit_part(chosen, reward_fn)
         return scoring.map(lambda part: replace(part, scored=complete_scores(batch, part.scored, rows, self._agent)))

@@ -83,7 +83,7 @@ class ExperienceSource(ABC):
 
         Called between two steps; waited for when a checkpoint is written, or the run goes back to this state.
         """
-        return Deferred.of({})
+        return Deferred.from_value({})
 
     def load_pending(self, batches: Mapping[str, DataProto]) -> None:
         """Take back what :meth:`pending` gave, after :meth:`load_state_dict`.

@@ -168,7 +168,7 @@ def _weights_of(
         return weights, None
     if any(name.startswith(PUBLIC_PREFIX) for name in weights):
         public = PublicAdapted(dict(weights), source)
-        return LazyWeights.of(public.merged_weights()), public
+        return LazyWeights.from_tensors(public.merged_weights()), public
     adapted = Adapted(dict(weights), source, str((config.architectures or [""])[0]), base_model, trust_remote_code)
     return adapted.merged_weights(), adapted
 
@@ -199,7 +199,7 @@ def _without_heads(weights: LazyWeights) -> tuple[LazyWeights, LazyWeights]:
 def _heads_of(base_model: str | None, config: PretrainedConfig) -> LazyWeights:
     """Return the heads of the folder ``base_model``, which were not trained; warn if there should be some."""
     if str((config.architectures or [""])[0]).endswith("Classification"):  # a value or reward model predicts no tokens
-        return LazyWeights.of({})
+        return LazyWeights.from_tensors({})
     heads = {} if base_model is None else dict(stored_heads(weights_folder(base_model)))
     if not heads and (count := head_count(config.to_dict())):
         logger.warning(
@@ -207,7 +207,7 @@ def _heads_of(base_model: str | None, config: PretrainedConfig) -> LazyWeights:
             "they were not trained: the merged folder lacks them. Name the original model by --base_model to copy them",
             count,
         )
-    return LazyWeights.of(heads)
+    return LazyWeights.from_tensors(heads)
 
 
 def _compare_heads(heads: LazyWeights, folder: Path, model: PreTrainedModel, tolerance: float) -> None:
@@ -338,7 +338,7 @@ def _with_joined_experts(
     problems = {kind: sorted(map(str, names)) for kind, names in report.items() if names and kind.endswith("_keys")}
     if problems:
         raise CheckpointError(f"{source}: the experts in the shards are not those of its config: {problems}.")
-    return LazyWeights.of(own_state(joined))
+    return LazyWeights.from_tensors(own_state(joined))
 
 
 def _check_names(weights: Mapping[str, object], expected: set[str], source: Path) -> None:
@@ -359,20 +359,20 @@ class _Digest:
     sha256: bytes
 
     @classmethod
-    def of(cls, weight: Tensor) -> _Digest:
+    def from_weight(cls, weight: Tensor) -> _Digest:
         values = weight.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data
         return cls(weight.dtype, weight.shape, hashlib.sha256(values).digest())
 
     def fits(self, weight: Tensor) -> bool:
         """Return whether a weight has the same values, maybe in a wider format."""
         narrow = weight.to(self.dtype)
-        return torch.equal(narrow.to(weight.dtype), weight) and _Digest.of(narrow) == self
+        return torch.equal(narrow.to(weight.dtype), weight) and _Digest.from_weight(narrow) == self
 
 
 def _digested(weights: LazyWeights, digests: dict[str, _Digest]) -> Iterator[tuple[str, Tensor]]:
     """Iterate over weights, and add the digest of each to ``digests``."""
     for name, weight in weights.items():
-        digests[name] = _Digest.of(weight)
+        digests[name] = _Digest.from_weight(weight)
         yield name, weight
 
 

@@ -19,7 +19,7 @@ class LazyWeights(Mapping[str, Tensor]):
         self._read, self.shapes = read, dict(shapes)
 
     @classmethod
-    def of(cls, weights: Mapping[str, Tensor]) -> LazyWeights:
+    def from_tensors(cls, weights: Mapping[str, Tensor]) -> LazyWeights:
         """Make it of tensors that are in memory."""
         return cls(weights.__getitem__, {name: tuple(tensor.shape) for name, tensor in weights.items()})
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import SchemaError
-from verl.protocol.stored import LEAST_BYTES, travels_by_reference
+from verl.protocol.stored import MIN_BYTES, travels_by_reference
 
 Arrays = dict[str, np.ndarray]
 
@@ -47,7 +47,7 @@ class SharedTensors(Mapping[str, Tensor]):
 
     def store(self, put: Callable[[Arrays], object]) -> None:
         """Move the bytes to Ray's object store by ``put``, once; small ones stay, as those of small columns do."""
-        if self._reference is None and self.nbytes >= LEAST_BYTES:
+        if self._reference is None and self.nbytes >= MIN_BYTES:
             self._reference = put(self.arrays())
             self._arrays = None
             _known[self._reference] = self

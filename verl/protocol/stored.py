@@ -28,7 +28,7 @@ from torch import Tensor
 
 from verl.protocol.transport import UnreadColumn
 
-LEAST_BYTES = 2**17
+MIN_BYTES = 2**17
 """Smaller results travel by value: those below 100 KiB Ray keeps in the driver's memory anyway."""
 
 NEVER = -1
@@ -68,7 +68,7 @@ class Origin:
     """(rows,) row of that result."""
 
     @classmethod
-    def of(cls, result: object, name: str, rows: int) -> Origin:
+    def from_result(cls, result: object, name: str, rows: int) -> Origin:
         """All rows of one result."""
         return cls((result,), (name,), np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verl.errors import SchemaError
 from verl.protocol.columns import make_tensordict, unite
-from verl.protocol.stored import LEAST_BYTES, Origin, StoredColumn, fetch_together, travels_by_reference
+from verl.protocol.stored import MIN_BYTES, Origin, StoredColumn, fetch_together, travels_by_reference
 from verl.protocol.transport import (
     PiecesOfTensor,
     UnreadColumn,
@@ -53,7 +53,7 @@ class TensorColumns:
         self._reading = threading.Lock()
 
     @classmethod
-    def of(cls, tensordict: TensorDict) -> TensorColumns:
+    def from_tensordict(cls, tensordict: TensorDict) -> TensorColumns:
         """Wrap a ``TensorDict``; both see later changes of either."""
         columns = cls((), {})
         columns._tensordict = tensordict
@@ -70,9 +70,9 @@ class TensorColumns:
         """Note that these columns are those of ``result``, a reference in Ray's object store; see :mod:`.stored`."""
         with self._reading:
             unread = {key: column for key, column in self._columns.items() if isinstance(column, UnreadColumn)}
-            if sum(column.shape.numel() * column.dtype.itemsize for column in unread.values()) >= LEAST_BYTES:
+            if sum(column.shape.numel() * column.dtype.itemsize for column in unread.values()) >= MIN_BYTES:
                 for key, column in unread.items():
-                    origin = Origin.of(result, key, column.shape[0])
+                    origin = Origin.from_result(result, key, column.shape[0])
                     self._columns[key] = StoredColumn(origin, column.dtype, column.shape, [column])
 
     @property
@@ -174,4 +174,4 @@ class BatchAttribute:
     def __set__(self, data: object, batch: TensorDict | TensorColumns | None) -> None:
         if batch is None:  # the batch keeps its rows; when it is made it has none yet
             batch = TensorColumns([len(cast(Sized, data)) if "batch" in vars(data) else 0], {})
-        vars(data)["batch"] = batch if isinstance(batch, TensorColumns) else TensorColumns.of(batch)
+        vars(data)["batch"] = batch if isinstance(batch, TensorColumns) else TensorColumns.from_tensordict(batch)

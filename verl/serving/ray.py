@@ -587,7 +587,7 @@ class RaySession:
             group.wait_for(outputs)  # raises why the ranks ended before their time
             self.router.result(self.router.actor.silences.remote())  # raises if it was because the router died
             raise WorkerError(f"the engines of {self._title} ended before they had answered all requests.")
-        limit_s, silent_s = group.hang_timeout_s, longest_silence([self.router.look() or [], *silences])
+        limit_s, silent_s = group.hang_timeout_s, longest_silence([self.router.poll() or [], *silences])
         if limit_s is not None and silent_s > limit_s:
             logger.error("%s: %s", self._title, described(self.state()))
             raise group.end_hanging(outputs)
@@ -616,7 +616,7 @@ class RaySession:
                 if router is self.router:
                     continue
                 try:
-                    silences.append(router.look() or [])
+                    silences.append(router.poll() or [])
                 except (ActorSilentError, RayActorError):
                     del waits[reference]
             if self._serving is not None:

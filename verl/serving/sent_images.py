@@ -24,7 +24,7 @@ import torch
 from verl.base.types import JsonObject
 from verl.errors import RolloutError
 from verl.protocol.shared import SharedTensors
-from verl.protocol.stored import LEAST_BYTES
+from verl.protocol.stored import MIN_BYTES
 from verl.vision.families import IMAGE_INPUTS, SECONDS
 from verl.workers.rollout.placed_images import digests, note_digests, pixels_of_each, seconds_of_each
 from verl.workers.rollout.request import RolloutRequest
@@ -91,7 +91,7 @@ class ImageSender:
     def _sent(
         self, conversation: str, digest: bytes, grid: np.ndarray, seconds: float | None, pixels: np.ndarray
     ) -> SentImage:
-        if pixels.nbytes < LEAST_BYTES:
+        if pixels.nbytes < MIN_BYTES:
             return SentImage(digest, grid, seconds, pixels, pixels.nbytes)
         if digest not in self._stored:
             self._stored[digest] = SentImage(digest, grid, seconds, self._put(pixels), pixels.nbytes)

@@ -50,7 +50,7 @@ def entry(
             return
         from verl.trainer.config.load import load_config
 
-        checked = load_config(config, root, of_program=True) if isinstance(config, DictConfig) else config
+        checked = load_config(config, root, for_program=True) if isinstance(config, DictConfig) else config
         with driving(checked):
             loaded(class_name)().run(checked)
 

@@ -98,7 +98,7 @@ class HealthWatch:
 
     Example:
         >>> watch = HealthWatch()
-        >>> [alert.rule for alert in watch.look(1, {"actor/loss": float("nan")})]
+        >>> [alert.rule for alert in watch.check(1, {"actor/loss": float("nan")})]
         ['not_finite']
     """
 
@@ -106,7 +106,7 @@ class HealthWatch:
         self._history: dict[str, History] = defaultdict(History)
         self._said: dict[str, int] = {}
 
-    def look(self, step: int, metrics: Mapping[str, float]) -> list[Alert]:
+    def check(self, step: int, metrics: Mapping[str, float]) -> list[Alert]:
         """Take the metrics of a step and return its new alerts; a rule is silent for a while after one."""
         alerts = [
             Alert(step, "not_finite", name, f"{name} is {metrics[name]}: {_NOT_TRUSTED}", samples)

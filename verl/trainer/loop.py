@@ -56,7 +56,7 @@ class Schedule:
     """Events that happen at the last step whatever their frequency."""
 
     @classmethod
-    def of(cls, trainer: BaseTrainerConfig, total_steps: int) -> Schedule:
+    def from_config(cls, trainer: BaseTrainerConfig, total_steps: int) -> Schedule:
         """Read ``trainer.save_freq`` (if the run saves) and ``test_freq`` as the events ``save`` and ``test``."""
         at_end, save_freq = (frozenset({"save"}), trainer.save_freq) if trainer.saves else (frozenset(), -1)
         return cls(total_steps, {"save": save_freq, "test": trainer.test_freq}, at_end)
@@ -158,7 +158,7 @@ class TrainingLoop:
         trainer = config.trainer
         self.global_steps = 0
         self.epochs = EpochCounter()
-        self.bad_steps = BadSteps.of(trainer)
+        self.bad_steps = BadSteps.from_config(trainer)
         self.tracker_runs = TrackerRuns()
         self.settings = RunSettings(config.to_dict())
         self.controllers: dict[str, Stateful] = {
@@ -257,7 +257,7 @@ class TrainingLoop:
             first = self.global_steps
             while True:
                 with self.recovery.guard():
-                    self.recovery.hold()
+                    self.recovery.snapshot()
                     if not has_begun:
                         self._before_first_step(tracking)
                         has_begun = True
@@ -302,7 +302,7 @@ class TrainingLoop:
         """Load the checkpoint that ``trainer.resume_mode`` selects, if there is one."""
         state = self.checkpoint.load()
         if state is not None:
-            self.go_on_from(state)
+            self.restore(state)
             status(f"resumed from step {state.global_step} in {self.checkpoint.root}")
 
     @contextmanager
@@ -324,7 +324,7 @@ class TrainingLoop:
                 with unwrapped():
                     yield tracking, progress
             except KeyboardInterrupt as interrupt:
-                interrupt.add_note(self._how_to_go_on())
+                interrupt.add_note(self._resume_hint())
                 raise
             except StepInterrupted:
                 self.end_workers()
@@ -363,7 +363,7 @@ class TrainingLoop:
                 "trainer.default_local_dir; in a call of Python output_dir), or trainer.resume_mode=disable."
             )
 
-    def _how_to_go_on(self) -> str:
+    def _resume_hint(self) -> str:
         """Sentences for a run that was interrupted: where it was, and how it goes on."""
         trainer = self.typed_config.trainer
         saved = list(saved_steps(Path(trainer.default_local_dir).expanduser()).values())
@@ -432,14 +432,14 @@ class TrainingLoop:
         tracking.log_event("step", step=self.global_steps, spans=context.spans)
         if calls:
             tracking.log_event("ranks", step=self.global_steps, **rank_columns(calls))
-        for alert in self.health.look(self.global_steps, metrics):
+        for alert in self.health.check(self.global_steps, metrics):
             logger.warning("step %d: %s", alert.step, alert.reason)
             tracking.log_alert(alert.step, alert.rule, alert.reason)
         self._reported_step = self.global_steps
 
     # ---- states ---------------------------------------------------------------------------------
 
-    def own_draws(self) -> torch.Generator:
+    def loader_generator(self) -> torch.Generator:
         """Create a separate random generator for a data loader.
 
         A loader draws a number at each iteration over it. From the process's generator that would shift the random
@@ -465,12 +465,12 @@ class TrainingLoop:
 
     def pending(self) -> Deferred[Mapping[str, DataProto]]:
         """Return batches that were sampled and not trained on yet; subclasses that sample ahead override the pair."""
-        return Deferred.of({})
+        return Deferred.from_value({})
 
     def load_pending(self, batches: Mapping[str, DataProto]) -> None:
         """Restore the batches that :meth:`pending` returned."""
 
-    def go_on_from(self, state: RunState) -> None:
+    def restore(self, state: RunState) -> None:
         """Restore the driver to ``state``."""
         self.global_steps = state.global_step
         if state.dataloader is None:

@@ -18,7 +18,7 @@ from verl.config import PPOConfig, local_copies
 from verl.trainer.config.command_line import command
 from verl.trainer.config.sizes import derived_sizes, resolve_device, sizes_table
 from verl.trainer.driver import driving, load_controller
-from verl.trainer.roles import Role, need_critic, need_reference_policy, need_teacher_policy, teaches_in_actor
+from verl.trainer.roles import Role, need_critic, need_reference_policy, need_teacher_policy, teachers_share_actor_ranks
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -63,7 +63,7 @@ def _typed(config: PPOConfig | DictConfig) -> PPOConfig:
     """Read what a method of TaskRunner needs; the whole configuration is checked by :meth:`TaskRunner.run`."""
     from verl.trainer.config.load import load_config
 
-    return config if isinstance(config, PPOConfig) else load_config(config, with_rules=False, of_program=True)
+    return config if isinstance(config, PPOConfig) else load_config(config, with_rules=False, for_program=True)
 
 
 class TaskRunner:
@@ -118,7 +118,7 @@ class TaskRunner:
     def add_teacher_model_resource_pool(self, config: PPOConfig | DictConfig) -> None:
         """Add the teachers, if any, in their own pool if ``distillation.nnodes`` is not 0."""
         config = _typed(config)
-        if not need_teacher_policy(config) or teaches_in_actor(config):
+        if not need_teacher_policy(config) or teachers_share_actor_ranks(config):
             return
         if config.distillation.has_forward_passes:
             from verl.workers.teacher.worker import ForwardTeacherWorker as TeacherWorker
@@ -190,7 +190,7 @@ class TaskRunner:
             from verl.workers.teacher.alignment import TextAlignment
             from verl.workers.teacher.tokenizers import check_teacher_tokenizers
 
-        config = config if isinstance(config, PPOConfig) else load_config(config, of_program=True)
+        config = config if isinstance(config, PPOConfig) else load_config(config, for_program=True)
         self.add_actor_rollout_worker(config)
         if need_critic(config):
             self.add_critic_worker(config)
@@ -277,7 +277,7 @@ def run_ppo(config: PPOConfig | DictConfig, task_runner_class: Any = None) -> No
         from verl.single_controller.ray import RayClassWithInitArgs
 
         runner_class = RayClassWithInitArgs(runner_class).cls
-    checked = config if isinstance(config, PPOConfig) else load_config(config, of_program=True)
+    checked = config if isinstance(config, PPOConfig) else load_config(config, for_program=True)
     with driving(checked, _IMPORTED_BY_RUN):
         runner_class().run(config if task_runner_class else checked)
 

@@ -73,7 +73,7 @@ class RecoverableRun(Protocol):
         """The driver's state between two steps."""
         ...
 
-    def go_on_from(self, state: RunState) -> None:
+    def restore(self, state: RunState) -> None:
         """Restore the driver to ``state``."""
 
     def resume(self) -> None:
@@ -96,8 +96,8 @@ class Recovery:
     ::
 
         while steps are left:
-            with recovery.guard():      # if a process is lost inside, the run is restored to the last hold()
-                recovery.hold()
+            with recovery.guard():      # if a process is lost inside, the run is restored to the last snapshot()
+                recovery.snapshot()
                 step()
 
     Args:
@@ -150,7 +150,7 @@ class Recovery:
         except ProcessLostError as error:
             self._go_back(error)
 
-    def hold(self) -> None:
+    def snapshot(self) -> None:
         """Take a snapshot of the run between two steps if one is due; see :class:`SnapshotSchedule`.
 
         Repeated calls for one step do nothing. Without Ray no snapshots are taken, as they would end with the workers.
@@ -219,7 +219,7 @@ class Recovery:
     def can_save(self) -> bool:
         """True if :meth:`save` can write a state from memory, without the workers, that no checkpoint is newer than."""
         newer = [held for held in self._held if self._is_newest(held)]
-        # Of two snapshots the older one is complete; see hold.
+        # Of two snapshots the older one is complete; see snapshot.
         return bool(newer) and (newer[0] is not self._held[-1] or self._is_whole(newer[0]))
 
     def save(self) -> int:
@@ -311,14 +311,14 @@ class Recovery:
                 continue
             for name, group in self.run.trained_groups.items():
                 group.restore(held.workers[name])
-            self.run.go_on_from(held.driver)
+            self.run.restore(held.driver)
             self._held.append(held)
             return "memory"
         if self._begin is None:  # the process was lost before the run had resumed
             self.run.resume()
             return "the beginning"
         saved = self.checkpoint.load_again()
-        self.run.go_on_from(saved or self._begin)
+        self.run.restore(saved or self._begin)
         return "the beginning" if saved is None else "the newest checkpoint"
 
     def _restart_limit_error(self, first: ProcessLostError, last: ProcessLostError) -> ProcessLostError:
@@ -449,7 +449,7 @@ class BadSteps:
         self._kept: Path | None = None
 
     @classmethod
-    def of(cls, trainer: BaseTrainerConfig) -> BadSteps:
+    def from_config(cls, trainer: BaseTrainerConfig) -> BadSteps:
         """Read ``trainer.recovery``."""
         recovery = trainer.recovery
         folder = recovery.bad_batch_dir or Path(trainer.default_local_dir) / "bad_batches"

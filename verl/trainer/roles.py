@@ -67,7 +67,7 @@ class Needs:
     """Correction for the difference between rollout and trainer on the driver, by weights or rejection."""
 
     @classmethod
-    def of(cls, config: PPOConfig) -> Needs:
+    def from_config(cls, config: PPOConfig) -> Needs:
         """Derive the needs from ``config``; a critic may follow from the parameter names of the estimator."""
         return cls(
             critic=need_critic(config),
@@ -120,7 +120,7 @@ def need_teacher_policy(config: PPOConfig | Mapping[str, object]) -> bool:
     return not (section.get("self_distillation") or {}).get("enabled", False)
 
 
-def teaches_in_actor(config: PPOConfig) -> bool:
+def teachers_share_actor_ranks(config: PPOConfig) -> bool:
     """Return whether teachers share the policy's workers, because the divergence reads the whole vocabulary."""
     from verl.algorithms.distillation import reads_vocabulary
 
@@ -155,7 +155,7 @@ def worker_arguments(config: PPOConfig, needs: Needs) -> dict[Role, dict[str, ob
     policy: dict[str, object] = {"config": roles}
     if needs.teacher:
         policy["distillation_config"] = config.distillation
-    if needs.teacher and not (config.distillation.is_of_itself or teaches_in_actor(config)):
+    if needs.teacher and not (config.distillation.is_self_distillation or teachers_share_actor_ranks(config)):
         passes = config.distillation.has_forward_passes
         arguments[Role.TeacherModel] = {"config": config.distillation}
         arguments[Role.TeacherModel] |= {"roles": roles} if passes else {"student": roles.model}
@@ -164,5 +164,5 @@ def worker_arguments(config: PPOConfig, needs: Needs) -> dict[Role, dict[str, ob
         arguments[Role.ActorRollout] = policy | {"role": "actor_rollout"}
     else:
         arguments[Role.Actor] = policy | {"role": "actor"}
-        arguments[Role.Rollout] = {"config": roles.of_rollout_pool, "role": "rollout"}
+        arguments[Role.Rollout] = {"config": roles.for_rollout_pool, "role": "rollout"}
     return arguments

@@ -60,7 +60,7 @@ class SupervisedTrainer(TrainingLoop):
         train_sampler: Sampler,
     ) -> None:
         data, trainer = config.data, config.trainer
-        plan = CheckpointPlan.of(trainer, keep={".": trainer.max_ckpt_to_keep})
+        plan = CheckpointPlan.from_config(trainer, keep={".": trainer.max_ckpt_to_keep})
         super().__init__(config, plan, worker_groups)
         self.train_dataloader = StatefulDataLoader(
             train_dataset,
@@ -68,18 +68,18 @@ class SupervisedTrainer(TrainingLoop):
             num_workers=min(data.num_workers, os.cpu_count() or 1),
             sampler=train_sampler,
             drop_last=True,
-            generator=self.own_draws(),
+            generator=self.loader_generator(),
             worker_init_fn=bound_to_driver(),
             collate_fn=collate_fn,
         )
         self.val_dataloader = None
         if val_dataset is not None:
             self.val_dataloader = StatefulDataLoader(
-                val_dataset, batch_size=data.train_batch_size, generator=self.own_draws(), collate_fn=collate_fn
+                val_dataset, batch_size=data.train_batch_size, generator=self.loader_generator(), collate_fn=collate_fn
             )
         self.total_training_steps = total_steps(config, len(train_dataset))
         self.typed_config = replace(config, optim=config.optim.with_length(self.total_training_steps))
-        self.schedule = Schedule.of(trainer, self.total_training_steps)
+        self.schedule = Schedule.from_config(trainer, self.total_training_steps)
 
     @property
     def trained_groups(self) -> Mapping[str, WorkerGroup]:
@@ -91,7 +91,7 @@ class SupervisedTrainer(TrainingLoop):
         (role,) = self.worker_groups.worker_classes
         self.workers = self.worker_groups.start({role: {"config": self.typed_config}})[role]
         self.pass_limits.send_to([self.workers])
-        self.arithmetic = Arithmetic.of_ranks(self.workers.arithmetic())
+        self.arithmetic = Arithmetic.from_ranks(self.workers.arithmetic())
         self.checkpoint.workers_replaced(self.trained_groups)
 
     @property

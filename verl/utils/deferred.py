@@ -22,7 +22,7 @@ class Deferred(Generic[T]):
     """Computes the value from the results of the futures; waits for those that are not done."""
 
     @classmethod
-    def of(cls, value: S) -> Deferred[S]:
+    def from_value(cls, value: S) -> Deferred[S]:
         """Return a handle of a value that is there already."""
         return Deferred([], lambda: value)
 

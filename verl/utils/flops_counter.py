@@ -148,7 +148,7 @@ class FlopsCounter:
         self.windows = _windows(text)
 
     @classmethod
-    def of(
+    def from_config(
         cls, config: PretrainedConfig, outputs: int | None = None, is_frozen: bool = False, heads: int = 0
     ) -> FlopsCounter | None:
         """Create a counter; None if the config is not one of a decoder with attention layers and gated delta nets."""
@@ -205,10 +205,10 @@ class Arithmetic:
     counter: FlopsCounter | None
     """None for a model whose FLOPs cannot be counted."""
     peak_flops: float | None
-    """Peak FLOP/s of one rank, or of all ranks together after :meth:`of_ranks`; None if unknown."""
+    """Peak FLOP/s of one rank, or of all ranks together after :meth:`from_ranks`; None if unknown."""
 
     @classmethod
-    def of_ranks(cls, parts: Sequence[Arithmetic]) -> Arithmetic:
+    def from_ranks(cls, parts: Sequence[Arithmetic]) -> Arithmetic:
         """Combine the values of several ranks with the same model."""
         peaks = [part.peak_flops for part in parts if part.peak_flops is not None]
         return cls(parts[0].counter, sum(peaks) if len(peaks) == len(parts) else None)
@@ -240,7 +240,7 @@ def _text_config(config: Any) -> Any:
 
 def _feed_forward_weights(text: Any) -> list[int]:
     """Number of feed-forward weights (gate, up and down projection) used per token, of each layer."""
-    hidden, experts = text.hidden_size, ExpertSizes.of(text)
+    hidden, experts = text.hidden_size, ExpertSizes.from_config(text)
     dense = 3 * hidden * text.intermediate_size
     if experts is None:
         return [dense] * text.num_hidden_layers

@@ -377,7 +377,7 @@ def hf_config_of(model: Any) -> PretrainedConfig:
 
 def has_experts(hf_config: PretrainedConfig) -> bool:
     """Return whether a config is that of a mixture of experts."""
-    return ExpertSizes.of(hf_config.get_text_config()) is not None
+    return ExpertSizes.from_config(hf_config.get_text_config()) is not None
 
 
 def check_has_experts(hf_config: PretrainedConfig, key: str) -> None:

@@ -16,9 +16,9 @@ from verl.vision.texts import image_word, runs
 if TYPE_CHECKING:
     from verl.base.types import JsonMapping
 
-MOST_TOKENS = 40_000
+MAX_TOKENS = 40_000
 """Tokens of a response that a page is sent."""
-MOST_CHARACTERS = 20_000  # of one value; what is longer is cut
+MAX_CHARACTERS = 20_000  # of one value; what is longer is cut
 UNLIKELY = 0.1
 """Probability below which a token is marked where there are no colours."""
 LISTED = 10
@@ -43,7 +43,7 @@ def described(row: JsonMapping, texts: Mapping[str, str]) -> dict[str, object]:
         ``mask``, ``numbers`` by column, ``weight_version``; and ``images``, first and last place of each image in the
         response and the word that stands for it.
     """
-    count = min(len(row["response_ids"]), MOST_TOKENS)
+    count = min(len(row["response_ids"]), MAX_TOKENS)
     lists = {name: values for name, values in row.items() if isinstance(values, list)}
     others = ("prompt_ids", "teacher_prompt_ids", "response_ids", "response_mask", "span_ends")
     numbers = {name: _finite(values[:count]) for name, values in lists.items() if name not in others}
@@ -65,8 +65,8 @@ def described(row: JsonMapping, texts: Mapping[str, str]) -> dict[str, object]:
     ]
     of_teacher = lists.get("teacher_prompt_ids")
     return {
-        "prompt": _tokens(row["prompt_ids"][-MOST_TOKENS:], texts),
-        **({} if of_teacher is None else {"teacher_prompt": _tokens(of_teacher[-MOST_TOKENS:], texts)}),
+        "prompt": _tokens(row["prompt_ids"][-MAX_TOKENS:], texts),
+        **({} if of_teacher is None else {"teacher_prompt": _tokens(of_teacher[-MAX_TOKENS:], texts)}),
         "response": response,
         "mask": mask,
         "images": [(start, end - 1, image_word(end - start)) for is_image, start, end in runs(of_images) if is_image],
@@ -84,7 +84,7 @@ def _of_spans(values: list[float], ends: list[float]) -> list[float | None]:
     return [sums[end] if 0 <= end < len(ends) else None for end in ends]
 
 
-def token_spans(sequence: JsonMapping, most: int = MOST_TOKENS) -> tuple[str, str]:
+def token_spans(sequence: JsonMapping, most: int = MAX_TOKENS) -> tuple[str, str]:
     """Return the response of a described sequence as HTML, and the name of the numbers that colour its tokens.
 
     These are its advantages, else its log-probs under the rollout engine; without either the name is ``mask``.
@@ -198,7 +198,7 @@ def heat(values: Sequence[float | None]) -> list[str]:
 
 def escaped(value: object) -> str:
     """Escape a text for HTML; characters that cannot be seen, or turn the direction of text, become their codes."""
-    return html.escape(printable(str(value)[:MOST_CHARACTERS]))
+    return html.escape(printable(str(value)[:MAX_CHARACTERS]))
 
 
 def _tokens(ids: Sequence[int], texts: Mapping[str, str]) -> list[dict[str, object]]:

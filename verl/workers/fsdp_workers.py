@@ -28,7 +28,7 @@ from verl.config import (
     UpdateConfig,
     local_copies,
 )
-from verl.config.rollout import OWN_ENGINES
+from verl.config.rollout import IN_PROCESS_ENGINES
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.single_controller.base.board import Board
@@ -118,13 +118,13 @@ class ActorRolloutRefWorker(EngineWorker):
     ) -> None:
         if role not in _PARTS:
             raise ConfigError(f"role '{role}' of ActorRolloutRefWorker is unknown. Use one of: {', '.join(_PARTS)}.")
-        config = local_copies(ActorRolloutRefConfig.of(config))
+        config = local_copies(ActorRolloutRefConfig.from_mapping(config))
         super().__init__(config.actor.checkpoint, device_name, config.nccl_timeout)
         self.config = config
         self.parts = _PARTS[role]
         self.ref: BaseEngine | None = None
         self.rollout: BaseRollout | None = None
-        self.distillation = local_copies(DistillationConfig.of(distillation_config or {}))
+        self.distillation = local_copies(DistillationConfig.from_mapping(distillation_config or {}))
         self.teachers: FrozenTeachers | None = None
         """Teachers of the whole vocabulary, whose hidden states never leave the rank."""
         self.policy_loss: PolicyLoss | DistillationLoss | None = None
@@ -153,7 +153,7 @@ class ActorRolloutRefWorker(EngineWorker):
             distils, distillation = self.distillation.enabled, self.distillation
             self.policy_loss = DistillationLoss.from_config(actor, distillation) if distils else PolicyLoss(actor)
             self.join_mesh("actor", self.engine)
-            if distillation.is_of_itself:
+            if distillation.is_self_distillation:
                 self.join_mesh("teacher", self.engine)
                 settings = distillation.self_distillation
                 if settings.weights != "policy":
@@ -166,7 +166,7 @@ class ActorRolloutRefWorker(EngineWorker):
             if model.has_adapters:
                 self.join_mesh("ref", self.engine)
         if "actor" in self.parts and reads_vocabulary(self.distillation):
-            policy = self.engine if self.distillation.is_of_itself else None
+            policy = self.engine if self.distillation.is_self_distillation else None
             self.teachers = FrozenTeachers(self.distillation, self.config, self.make_engine, policy)
         if "ref" in self.parts:
             self.ref = self.make_engine("language_model", ref.strategy, model, ref.placement)
@@ -251,7 +251,7 @@ class ActorRolloutRefWorker(EngineWorker):
         engine, sender, rollout = self.trained, _present(self.sender, "actor"), self.config.rollout
         sections: Sections = {"merged": functools.partial(engine.weights_for_rollout, torch_dtype(rollout.dtype))}
         scales: Mapping[str, float] = {}
-        takes_adapters = computes_adapters if rollout.name in OWN_ENGINES else applies_adapters
+        takes_adapters = computes_adapters if rollout.name in IN_PROCESS_ENGINES else applies_adapters
         if takes_adapters(rollout, self.config.model):
             adapted = engine.adapted_weights()
             sections, scales = {"base": adapted.base, "adapters": adapted.adapters}, adapted.scales
@@ -472,7 +472,7 @@ class CriticWorker(EngineWorker):
     """Worker with the value model; see :class:`EngineWorker` for ``device_name``."""
 
     def __init__(self, config: FSDPCriticConfig | DictConfig, device_name: str | None = None) -> None:
-        config = local_copies(FSDPCriticConfig.of(config))
+        config = local_copies(FSDPCriticConfig.from_mapping(config))
         super().__init__(config.checkpoint, device_name)
         self.config = config
         self.value_loss = ValueLoss(config)
@@ -523,7 +523,7 @@ class RewardModelWorker(EngineWorker):
 
     def __init__(self, config: RewardModelConfig | DictConfig, device_name: str | None = None) -> None:
         super().__init__(CheckpointConfig(), device_name)
-        self.config = local_copies(RewardModelConfig.of(config))
+        self.config = local_copies(RewardModelConfig.from_mapping(config))
         self.model: BaseEngine | None = None
         self.inputs: RewardInput | None = None
 

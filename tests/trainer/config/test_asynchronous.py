@@ -21,7 +21,7 @@ SEPARATE = {
 def plan(**changes: Any) -> AsyncPlan:
     """The plan of settings alone, which need no files."""
     tree: dict[str, Any] = {"data": {"train_batch_size": 64}, "trainer": changes}
-    return AsyncPlan.of(load_config(tree, PPOConfig, with_rules=False))
+    return AsyncPlan.from_config(load_config(tree, PPOConfig, with_rules=False))
 
 
 def test_without_settings_a_step_trains_on_its_own_samples():
@@ -135,8 +135,8 @@ def test_a_run_says_its_mode_its_bound_and_its_ratio(run: Run, changes: dict[str
     config = load_config(tree, PPOConfig, with_rules=False)
     [sentence] = described_mode(config)
     assert said in sentence
-    is_old = AsyncPlan.of(config).usual_age >= 2
-    assert (f"most are {AsyncPlan.of(config).usual_age} updates old, at which" in sentence) == is_old
+    is_old = AsyncPlan.from_config(config).usual_age >= 2
+    assert (f"most are {AsyncPlan.from_config(config).usual_age} updates old, at which" in sentence) == is_old
 
 
 def test_separate_sampling_has_ranks_of_its_own_without_being_told(run: Run):

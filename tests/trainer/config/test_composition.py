@@ -128,8 +128,11 @@ def test_the_form_for_a_fit_of_ones_own_loads_back_and_its_sections_are_the_type
     config = run.load({"algorithm.rollout_correction.bypass_mode": bypass, "actor_rollout_ref.rollout.top_p": 0.9})
     composed = as_composed(config)
     assert load_config(composed) == config
-    assert PPOConfig.of(composed) == config
-    assert ActorRolloutRefConfig.of(pickle.loads(pickle.dumps(composed.actor_rollout_ref))) == config.actor_rollout_ref
+    assert PPOConfig.from_mapping(composed) == config
+    assert (
+        ActorRolloutRefConfig.from_mapping(pickle.loads(pickle.dumps(composed.actor_rollout_ref)))
+        == config.actor_rollout_ref
+    )
     # What counted over all ranks is null, what is per rank holds: 4 over 2 ranks.
     ref = "actor_rollout_ref.ref.log_prob_micro_batch_size"
     composed = as_composed(run.load({ref: 4}))

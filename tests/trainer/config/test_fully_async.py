@@ -22,7 +22,7 @@ SCRIPT = [
 def translated(name: str, overrides: list[str]) -> tuple[dict[str, Any], list[Problem], str]:
     """The settings that a command line becomes, and what is said against them."""
     problems: list[Problem] = []
-    tree, *_, told = Translator.of(PPOConfig, keys_set(overrides), problems).translate(compose(overrides, name))
+    tree, *_, told = Translator.for_root(PPOConfig, keys_set(overrides), problems).translate(compose(overrides, name))
     return tree, [problem for problem in problems if "not in this version" not in problem.cause], "\n".join(told)
 
 

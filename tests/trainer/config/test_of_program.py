@@ -47,7 +47,7 @@ def test_sections_and_leaves_of_a_program_are_kept(run: Run, caplog: pytest.LogC
         *("agentlightning.port=9999", "trainer.spo.port=${agentlightning.port}", "trainer.spo.later=${nowhere.x}"),
         *("data.my_column=answer", "tools.search.k=3", "data.train_batch_size=16"),
     )
-    view = as_composed(load_config(cfg, of_program=True))
+    view = as_composed(load_config(cfg, for_program=True))
     assert (view.agentlightning.port, view.trainer.spo.port, view.data.my_column) == (9999, 9999, "answer")
     assert (view.tools.search.k, view.data.train_batch_size) == (3, 16)
     assert "did you mean" not in caplog.text
@@ -65,20 +65,20 @@ def test_sections_and_leaves_of_a_program_are_kept(run: Run, caplog: pytest.LogC
     ],
 )
 def test_what_resembles_a_known_key_is_told(run: Run, caplog: pytest.LogCaptureFixture, key: str, meant: str):
-    load_config(composed(run, f"{key}=1"), of_program=True)
+    load_config(composed(run, f"{key}=1"), for_program=True)
     assert f"did you mean {meant}?" in caplog.text
 
 
 def test_known_keys_are_checked(run: Run):
     with pytest.raises(ConfigError, match=r"^1 problem(.|\n)*actor_rollout_ref\.rollout\.n=many"):
-        load_config(composed(run, "mine.a=1", "actor_rollout_ref.rollout.n=many"), of_program=True)
+        load_config(composed(run, "mine.a=1", "actor_rollout_ref.rollout.n=many"), for_program=True)
 
 
 @pytest.mark.parametrize("cls", [MyActorConfig, PlainActorConfig])
 def test_a_section_may_be_of_the_programs_own_class(run: Run, cls: type[Any]):
     target = f"actor_rollout_ref.actor._target_={cls.__module__}.{cls.__qualname__}"
     cfg = composed(run, target, "actor_rollout_ref.actor.my_beta=0.25")
-    actor = load_config(cfg, of_program=True).actor_rollout_ref.actor
+    actor = load_config(cfg, for_program=True).actor_rollout_ref.actor
     assert isinstance(actor, cls)
     assert (actor.my_beta, actor.ppo_mini_batch_size, actor.fsdp_config.strategy) == (0.25, 4, "fsdp")
 
@@ -92,20 +92,20 @@ def test_a_section_may_be_of_the_programs_own_class(run: Run, cls: type[Any]):
 )
 def test_another_class_is_refused(run: Run, target: str, said: str):
     with pytest.raises(ConfigError) as caught:
-        load_config(composed(run, f"actor_rollout_ref.actor._target_={target}"), of_program=True)
+        load_config(composed(run, f"actor_rollout_ref.actor._target_={target}"), for_program=True)
     assert said in str(caught.value)
 
 
 def test_a_value_that_does_not_fit_the_programs_class_is_told(run: Run):
     cfg = composed(run, f"actor_rollout_ref.actor._target_={MINE}", "actor_rollout_ref.actor.my_beta=much")
     with pytest.raises(ConfigError, match=r"actor_rollout_ref\.actor\._target_(.|\n)*my_beta"):
-        load_config(cfg, of_program=True)
+        load_config(cfg, for_program=True)
 
 
 def test_a_program_may_compute_advantages_itself(run: Run):
     cfg = composed(run, "algorithm.adv_estimator=null")
-    config = load_config(cfg, of_program=True)
-    needs = Needs.of(config)
+    config = load_config(cfg, for_program=True)
+    needs = Needs.from_config(config)
     assert needs.critic is False
     with pytest.raises(ConfigError, match="the program that made this configuration computes advantages itself"):
         compute_advantages(None, {}, {})

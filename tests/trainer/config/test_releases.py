@@ -45,7 +45,7 @@ def translated(name: str, changes: dict[str, Any], explicit: Any = ()) -> tuple[
     for key, value in changes.items():
         put(tree, key, value)
     problems: list[Problem] = []
-    *_, told = Translator.of(ROOTS[name], explicit, problems).translate(tree)
+    *_, told = Translator.for_root(ROOTS[name], explicit, problems).translate(tree)
     return problems, "\n".join(told)
 
 
@@ -56,9 +56,9 @@ def test_a_whole_configuration_of_a_release_is_accepted(name: str):
     tree: dict[str, Any] = {}
     for key, value in released(name).items():
         put(tree, key, value)
-    assert Translator.of(ROOTS[name], (), []).unknown(tree) == []
+    assert Translator.for_root(ROOTS[name], (), []).unknown(tree) == []
     # The section ``rollout`` of fully_async_main is in its YAML file, which words alone do not show.
-    assert Translator.of(PPOConfig, (), []).unknown({"rollout": {"n": 2}, "optim": {"n": 2}})[0].key == "optim.n"
+    assert Translator.for_root(PPOConfig, (), []).unknown({"rollout": {"n": 2}, "optim": {"n": 2}})[0].key == "optim.n"
 
 
 def other(value: Any) -> Any:
@@ -129,7 +129,7 @@ def test_translations(changes: dict[str, Any], key: str, there: Any):
     for name, value in changes.items():
         put(tree, name, value)
     problems: list[Problem] = []
-    translator = Translator.of(PPOConfig, changes, problems)
+    translator = Translator.for_root(PPOConfig, changes, problems)
     found, *_ = translator.translate(tree)
     assert problems == []
     assert get(found, key) == there
@@ -148,7 +148,7 @@ def test_settings_of_megatron_in_the_engine_of_a_supervised_run(changes: dict[st
     for name, value in changes.items():
         put(tree, name, value)
     problems: list[Problem] = []
-    found, *_ = Translator.of(SFTConfig, changes, problems).translate(tree)
+    found, *_ = Translator.for_root(SFTConfig, changes, problems).translate(tree)
     assert problems == []
     assert get(found, f"megatron.{key}") == there
 
@@ -236,7 +236,7 @@ def test_settings_of_veomni_are_those_of_fsdp():
     for key, value in {"model_engine": "veomni", **changes, **of_ref}.items():
         put(tree, key, value)
     problems: list[Problem] = []
-    found, *_, told = Translator.of(PPOConfig, changes, problems).translate(tree)
+    found, *_, told = Translator.for_root(PPOConfig, changes, problems).translate(tree)
     assert problems == []
     assert get(found, f"{ACTOR}.strategy") == get(found, "critic.strategy") == "veomni"
     fsdp = get(found, f"{ACTOR}.fsdp_config")
@@ -298,7 +298,7 @@ def test_nulls_beside_the_section_reward_are_unset(run: Run):
     # The program has its data in memory.
     cfg.data.train_files = "nowhere.parquet"
     validate_config(cfg, use_reference_policy=False, use_critic=True)
-    config = load_config(cfg, of_program=True, reads_data=False)
+    config = load_config(cfg, for_program=True, reads_data=False)
     assert (config.reward_model.num_workers, config.reward_model.rollout.max_num_seqs) == (8, 1024)
     assert config.custom_reward_function.name == "compute_score"
     assert cfg.data.gen_batch_size == config.data.gen_batch_size == config.data.train_batch_size

@@ -285,7 +285,7 @@ def test_the_policy_loss_learns_of_the_interpolation(run: Run, caplog: pytest.Lo
     assert (loss.loss_mode, loss.rollout_correction) == ("cispo", correction)
     assert (correction.is_decoupled, correction.rollout_is_batch_normalize) == (False, False)
     assert "prox_logp_method=recompute normalises over the whole batch" in caplog.text
-    assert str(OldLogProbs.of(config, {})) == (
+    assert str(OldLogProbs.from_config(config, {})) == (
         "old_log_probs come from the policy loss, which interpolates them by the age of each token: "
         "algorithm.rollout_correction.prox_logp_method=loglinear."
     )

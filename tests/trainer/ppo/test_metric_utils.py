@@ -130,7 +130,7 @@ def test_throughput_metrics_by_hand():
 
 def test_mfu_by_hand():
     timing = {"step": 2.0, "update_actor": 0.5, "old_log_prob": 0.25, "update_critic": 0.1}
-    actor = Arithmetic.of_ranks([Arithmetic(None, 1e10)] * 2)  # two ranks: 2e10 FLOP/s
+    actor = Arithmetic.from_ranks([Arithmetic(None, 1e10)] * 2)  # two ranks: 2e10 FLOP/s
     arithmetic = {"update_actor": actor, "old_log_prob": actor, "update_critic": Arithmetic(None, None)}
     found = compute_mfu_metrics({"update_actor": 6e9, "old_log_prob": 2e9, "update_critic": 1e9}, arithmetic, timing)
     # 6e9 / (0.5 · 2e10), 2e9 / (0.25 · 2e10); the critic's peak is not known

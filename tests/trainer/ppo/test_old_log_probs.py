@@ -196,7 +196,7 @@ def test_rows_of_a_unit_stay_together():
 
 def plan(paths: dict[str, str], randomness: dict[str, float] | None = None, **changes: object) -> OldLogProbs:
     settings: dict[str, object] = {"actor_rollout_ref__actor__ppo_mini_batch_size": 4}
-    return OldLogProbs.of(
+    return OldLogProbs.from_config(
         load_config(compose(overrides(paths, Path("unused"), **settings | changes))), randomness or {}
     )
 

@@ -62,7 +62,7 @@ def test_heads_are_further_layers_that_come_all_or_not_at_all() -> None:
     with torch.device("meta"):
         model = tiny_model("deepseek_v3")
     weights = model.state_dict()
-    heads = FurtherLayers.of(2, 1, 64, {name: tuple(weight.shape) for name, weight in weights.items()})
+    heads = FurtherLayers.from_last_layer(2, 1, 64, {name: tuple(weight.shape) for name, weight in weights.items()})
     assert heads.shapes["model.layers.2.eh_proj.weight"] == (64, 128)
     joined = torch.ones(heads.shapes["model.layers.2.mlp.experts.gate_up_proj"])
     of_files = [name for name, _ in FileNames(model, heads).convert("model.layers.2.mlp.experts.gate_up_proj", joined)]

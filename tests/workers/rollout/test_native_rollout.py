@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tests import forks
 from verl.backends.cpu.decoder import compiled_decoder
-from verl.config.rollout import MOST_GRAPHS
+from verl.config.rollout import MAX_GRAPHS
 from verl.errors import ConfigError, RolloutError
 from verl.testing.models import tiny_model, tiny_model_dir, tiny_tokenizer
 from verl.testing.rollout_conformance import (
@@ -441,7 +441,7 @@ def test_the_newest_graphs_are_kept_until_the_memory_is_another() -> None:
             memory.admit([1], [1])
             for _ in range(2):
                 assert graphs(memory, torch.arange(rows)).tolist() == [[float(row)] * 3 for row in range(rows)]
-            assert graphs.recorded == min(rows, MOST_GRAPHS)
+            assert graphs.recorded == min(rows, MAX_GRAPHS)
     assert max(computed) == 40
     graphs.forget()
     assert graphs.recorded == 0

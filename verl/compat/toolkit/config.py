@@ -89,7 +89,7 @@ def validate_config(config: DictConfig | PPOConfig, use_reference_policy: bool, 
         checked.pop("critic", None)
     if not use_reference_policy and isinstance(actor := checked.get("actor_rollout_ref"), dict):
         checked["actor_rollout_ref"] = {name: value for name, value in actor.items() if name != "ref"}
-    load_config(checked, of_program=True, reads_data=False)
+    load_config(checked, for_program=True, reads_data=False)
 
 
 def update_dict_with_config(dictionary: dict[str, object], config: DictConfig | Mapping[str, object]) -> None:

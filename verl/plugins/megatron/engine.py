@@ -550,7 +550,9 @@ class MegatronEngine(BaseEngine):
         """See :meth:`BaseEngine.arithmetic`. A CPU's peak is measured at the first call, which takes about 0.1 s."""
         outputs = self.model.skeleton.head.out_features
         heads = self.model.heads.count
-        counter = FlopsCounter.of(self.model.hf_config, outputs=outputs, is_frozen=self.has_adapters, heads=heads)
+        counter = FlopsCounter.from_config(
+            self.model.hf_config, outputs=outputs, is_frozen=self.has_adapters, heads=heads
+        )
         return Arithmetic(counter, device_peak_flops(self.device, torch_dtype(self.engine_config.dtype)))
 
     # ---- checkpoints --------------------------------------------------------------------------

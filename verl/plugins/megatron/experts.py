@@ -82,7 +82,7 @@ class Experts:
     @classmethod
     def from_config(cls, hf: PretrainedConfig) -> Experts | None:
         """Read them from a Transformers config; None if all layers are dense."""
-        sizes = ExpertSizes.of(hf)
+        sizes = ExpertSizes.from_config(hf)
         # The decoder of a model with images has a type of its own.
         if sizes is None or not {hf.model_type, hf.model_type.removesuffix("_text")} & set(MIXTURES):
             return None

@@ -91,7 +91,7 @@ class HeadWeights:
             name: tuple(f"{prefix}{copy}" for prefix in prefixes if f"{prefix}{copy}" in files)
             for name, copy in SHARED_WITH_HEADS.items()
         }
-        return cls(count, FurtherLayers.of(layers, count, hf.hidden_size, shapes).shapes, copies)
+        return cls(count, FurtherLayers.from_last_layer(layers, count, hf.hidden_size, shapes).shapes, copies)
 
     def build(self, piece: Any, layer: Any, settings: MtpConfig, padding: int | None) -> PredictionHeads | None:
         """Make the heads on the last piece of a model; None if it has none. Arguments as of the class."""

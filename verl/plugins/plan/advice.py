@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from verl.config.rollout import OTHER_PROGRAMS
+from verl.config.rollout import SERVER_ENGINES
 from verl.errors import ConfigError
 from verl.plugins.plan.plan import Plan
 from verl.utils.model_facts.model_files import head_split_problem
@@ -69,7 +69,7 @@ def _candidates(plan: Plan) -> Iterator[dict[str, object]]:
     else:
         yield from _fsdp(plan)
     rollout = plan.config.actor_rollout_ref.rollout
-    if rollout.name in OTHER_PROGRAMS:
+    if rollout.name in SERVER_ENGINES:
         for size in _larger(rollout.tensor_model_parallel_size):
             if _can_share_rollout(plan, size):
                 yield {f"{_ROLES}.rollout.tensor_model_parallel_size": size}

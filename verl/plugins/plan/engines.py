@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config import RolloutConfig
-from verl.config.rollout import OTHER_PROGRAMS
+from verl.config.rollout import SERVER_ENGINES
 from verl.plugins.plan.memory import BYTES
 from verl.plugins.plan.shapes import ModelShape
 
@@ -43,7 +43,7 @@ class EngineLayout:
             expert=rollout.expert_parallel_size,
             size=BYTES[rollout.dtype],
             is_quantised=rollout.quantization is not None,
-            is_program=rollout.name in OTHER_PROGRAMS,
+            is_program=rollout.name in SERVER_ENGINES,
         )
 
     @property

@@ -19,7 +19,7 @@ from verl.config import (
 )
 from verl.config.megatron import McoreEngineConfig
 from verl.config.pipeline_layout import layers_of_chunks
-from verl.config.rollout import GRAPH_SIZES, MOST_GRAPHS, OTHER_PROGRAMS
+from verl.config.rollout import GRAPH_SIZES, MAX_GRAPHS, SERVER_ENGINES
 from verl.errors import ConfigError
 from verl.plugins.plan import constants
 from verl.plugins.plan.engines import EngineLayout
@@ -437,7 +437,7 @@ class Plan:
 
     def _teacher_stages(self, size: int | None) -> list[Stage]:
         """Stages in which teachers score the rows; ``size`` is that of passes where none is set."""
-        if self.config.distillation.is_of_itself:
+        if self.config.distillation.is_self_distillation:
             return [self._own_teacher(size)]
         teachers, ref = self.teachers, self.config.actor_rollout_ref.ref
         stages: list[Stage] = []
@@ -533,7 +533,7 @@ class Plan:
         shape, weights = actor.shape, layout.weights(actor.shape)
         row = layout.row(shape, self.row_tokens)
         rows = min(self.rollout_rows(layout.ranks // layout.copies), rollout.max_num_seqs)
-        if rollout.name in OTHER_PROGRAMS:
+        if rollout.name in SERVER_ENGINES:
             memory = self.cluster.memory_gb * 1e9 * rollout.gpu_memory_utilization
             room = memory - weights - _ENGINE_RESERVE
             parts = {"engine weights": weights, "engine reserve": _ENGINE_RESERVE, "KV cache": max(0.0, room)}
@@ -552,7 +552,7 @@ class Plan:
         if rollout.name == "native" and sizes and not rollout.enforce_eager and not shape.experts:
             # Logits twice: in the buffer of all graphs, and where the head computes them.
             logits = 2 * min(max(1, at_once), max(sizes)) * shape.vocabulary * layout.size
-            parts["CUDA graphs"] = logits + MOST_GRAPHS * _GRAPH_BYTES
+            parts["CUDA graphs"] = logits + MAX_GRAPHS * _GRAPH_BYTES
         return parts, at_once
 
     def _rollout(self) -> Stage:
@@ -578,7 +578,7 @@ class Plan:
         seconds = self._transfer_seconds + constants.RESPONSE_S * self.config.data.train_batch_size * rollout.n
         if not held.keeps_weights:  # they come back to the device to be handed over
             seconds += moving_seconds(held.memory.weights, self.cluster)
-        if rollout.name in OTHER_PROGRAMS:
+        if rollout.name in SERVER_ENGINES:
             seconds += constants.TENSOR_S * held.memory.shape.tensors
             seconds += constants.SLEEP_S if rollout.free_cache_engine and not self.has_rollout_pool else 0.0
         return seconds

@@ -158,7 +158,7 @@ class ModelShape:
         if invalid:
             raise ConfigError(f"{where}: {', '.join(invalid)} must be whole numbers. Take the model's own config.json.")
         heads, layers = fields["num_attention_heads"], fields["num_hidden_layers"]
-        experts, latent = ExpertSizes.of(_Fields(**fields)), LatentWidths.of(fields)
+        experts, latent = ExpertSizes.from_config(_Fields(**fields)), LatentWidths.of(fields)
         of_head = latent.unrotated + latent.rotated if latent else fields["hidden_size"] // heads
         return cls(
             family=family,

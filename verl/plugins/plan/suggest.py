@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from verl.config.megatron import MEGATRON_FAMILIES
-from verl.config.rollout import OTHER_PROGRAMS
+from verl.config.rollout import SERVER_ENGINES
 from verl.errors import ConfigError
 from verl.plugins.plan.advice import with_settings
 from verl.plugins.plan.plan import Plan, Stage
@@ -329,7 +329,7 @@ def _with_rollout(layout: SuggestedLayout, keeps: Collection[str]) -> Iterator[S
     """Yield layouts that fit, with each size of a rollout engine."""
     plan = layout.plan
     rollout, shape = plan.config.actor_rollout_ref.rollout, plan.models["actor"].memory.shape
-    is_program = rollout.name in OTHER_PROGRAMS
+    is_program = rollout.name in SERVER_ENGINES
     sizes: list[int] = [1]
     if f"{_ROLLOUT}.tensor_model_parallel_size" in keeps:
         sizes = [rollout.tensor_model_parallel_size]

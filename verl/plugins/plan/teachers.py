@@ -27,7 +27,7 @@ class PlannedTeachers:
     @property
     def others(self) -> Mapping[str, DistillationTeacherModelConfig]:
         """Teachers with a model of their own on GPUs of the run, by name; endpoints are elsewhere."""
-        if not self.config.enabled or self.config.is_of_itself:
+        if not self.config.enabled or self.config.is_self_distillation:
             return {}
         return {name: one for name, one in self.config.teachers.items() if one.inference.name != "openai"}
 
@@ -58,7 +58,7 @@ class PlannedTeachers:
     def average(self, policy: ModelMemory) -> float:
         """Bytes on a rank of the copy of a policy whose teacher has other weights than its own."""
         self_distillation = self.config.self_distillation
-        if not self.config.is_of_itself or self_distillation.weights == "policy":
+        if not self.config.is_self_distillation or self_distillation.weights == "policy":
             return 0.0
         return policy.trained * AVERAGE_BYTES / policy.layout.shards / policy.layout.tensor
 

@@ -189,7 +189,7 @@ def alerts_of(curves: Mapping[str, Curve]) -> list[Alert]:
         for step, value in zip(curve.steps.tolist(), curve.values.tolist(), strict=True):
             by_step.setdefault(int(step), {})[name] = value
     watch = HealthWatch()
-    return [alert for step in sorted(by_step) for alert in watch.look(step, by_step[step])]
+    return [alert for step in sorted(by_step) for alert in watch.check(step, by_step[step])]
 
 
 class Library:

@@ -19,7 +19,7 @@ import torch
 from verl.utils.run_log import clock
 
 MIB = 2**20
-MOST = 10_000
+MAX_CALLS = 10_000
 """Calls that a process keeps while nobody fetches them; older ones are dropped."""
 
 
@@ -37,7 +37,7 @@ class CallTime(NamedTuple):
     """GPU memory that PyTorch's allocator has reserved at the end of the call, in MiB; None without a GPU."""
 
 
-_kept: deque[CallTime] = deque(maxlen=MOST)
+_kept: deque[CallTime] = deque(maxlen=MAX_CALLS)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ class CallLimit:
     """Time limit for calls, shared by all groups over the same worker.
 
     A call may take ``hang_timeout_s``. One that answers requests as they come may take any time, and may be silent for
-    so long (:meth:`of_silence`).
+    so long (:meth:`limit_silence`).
 
     When the time is over, the stacks of all threads are written to stderr in any case. The call itself is interrupted
     only if it runs in the main thread and returns to the Python interpreter: loops and sleeps in Python are
@@ -37,7 +37,7 @@ class CallLimit:
         self._silent_s: Callable[[], float] | None = None
 
     @contextmanager
-    def of_silence(self, silent_s: Callable[[], float]) -> Iterator[None]:
+    def limit_silence(self, silent_s: Callable[[], float]) -> Iterator[None]:
         """Limit how long calls in the block are silent, instead of how long they take.
 
         Args:

@@ -90,8 +90,8 @@ class LocalWorkerGroup(WorkerGroup):
         self._limit.hang_timeout_s = hang_timeout_s
 
     def limit_silence(self, silent_s: Callable[[], float]) -> AbstractContextManager[None]:
-        """Limit how long calls in a block are silent, not how long they take; see :meth:`CallLimit.of_silence`."""
-        return self._limit.of_silence(silent_s)
+        """Limit how long calls in a block are silent, not how long they take; see :meth:`CallLimit.limit_silence`."""
+        return self._limit.limit_silence(silent_s)
 
     def shutdown(self) -> None:
         """Drop the reference to the worker."""

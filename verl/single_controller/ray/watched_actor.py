@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 START_S = 300.0
 """Time that an actor has to start: it imports torch, and reads the tokenizer and the tools."""
-MOST_CALLS = 100_000
+MAX_CALLS = 100_000
 """Most calls under way in one actor."""
 
 
 def light_actor(cls: type, **options: object) -> Any:
     """Return the Ray actor class of a process that waits most of the time, and so takes no core from the ranks."""
-    return ray.remote(cls).options(num_cpus=0, max_concurrency=MOST_CALLS, **options)
+    return ray.remote(cls).options(num_cpus=0, max_concurrency=MAX_CALLS, **options)
 
 
 class ActorSilentError(ProcessLostError):
@@ -52,7 +52,7 @@ class WatchedActor:
         self._answer: object = None
         self._ask()
 
-    def look(self) -> Any:
+    def poll(self) -> Any:
         """Return the newest answer to the question; None before the first.
 
         Raises:

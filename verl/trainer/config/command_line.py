@@ -142,7 +142,7 @@ def remarks(composed: Mapping[str, object], root: type[BaseConfig], explicit: Co
         explicit: keys that the user set on the command line.
     """
     problems: list[Problem] = []
-    *_, advice = Translator.of(root, explicit, problems).translate(composed)
+    *_, advice = Translator.for_root(root, explicit, problems).translate(composed)
     said = [f"refused: {problem}" for problem in problems] + advice
     return "".join(f"# {line}\n" for text in said for line in redacted(text, secrets_in(composed)).splitlines())
 
@@ -240,7 +240,7 @@ def command(
 def _refuse_unknown_keys(words: Words, root: type[BaseConfig]) -> None:
     """End the process with the keys that there are not, the most frequent mistake, before anything is composed."""
     settings = settings_of(words.overrides, words.folders)
-    if problems := Translator.of(root, keys_set(words.overrides), []).unknown(settings):
+    if problems := Translator.for_root(root, keys_set(words.overrides), []).unknown(settings):
         _end_plainly(ConfigError(f"{report(problems)}\n\n{VALUES_LATER}"), secrets_in(settings))
 
 

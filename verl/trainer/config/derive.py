@@ -17,7 +17,7 @@ from verl.config.machine import gpus_of_nodes
 from verl.config.megatron import CHECKPOINT, SHARING
 from verl.config.megatron import SIZES as MEGATRON_SIZES
 from verl.config.megatron_flags import PIPELINE_LAYOUT
-from verl.config.rollout import OTHER_PROGRAMS
+from verl.config.rollout import SERVER_ENGINES
 from verl.errors import ConfigError, SectionError
 from verl.trainer.config.keys import FORWARD_PASSES, PAIRS, InactiveKey, Key, Tree, drop, get, put, same
 from verl.utils.model_facts import model_files
@@ -383,7 +383,7 @@ def _engine(
     name, was_set = get(tree, f"{rollout}.name"), key in explicit or not same(size, keys[key].default)
     name_was_refused = get(raw, f"{rollout}.name") in keys[f"{rollout}.name"].meta.refuse_values
     remarks = []
-    if name in OTHER_PROGRAMS:
+    if name in SERVER_ENGINES:
         if get(tree, mode) == "sync":
             put(tree, mode, "async")
             remarks.append(f"{mode}: async and not sync, because {name} runs as a server only")

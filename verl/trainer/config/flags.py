@@ -52,7 +52,7 @@ _NOT_HERE = {
     "--experimental-rerun": "start from the settings of a run: --config-dir FOLDER/.hydra --config-name config",
 }
 """Flags of Hydra that verl has not → what to write."""
-MOST_GUESSES = 4
+MAX_GUESSES = 4
 """Keys that a message names where a word may mean several."""
 
 
@@ -152,6 +152,6 @@ def _unknown_flag(word: str, name: str, value: str, root: type[BaseConfig]) -> P
     known, key = leaves(root), name.replace("-", "_")
     ending = [path for path in known if f".{path}".endswith(f".{key}")] or list(filter(None, [nearest(key, [*known])]))
     remedy = remedy_for(name, yaml.load(value, Loader=yaml_loader()) if value else True, known)
-    remedy = remedy or " or ".join(f"{path}={value or 'VALUE'}" for path in ending[:MOST_GUESSES])
+    remedy = remedy or " or ".join(f"{path}={value or 'VALUE'}" for path in ending[:MAX_GUESSES])
     cause = "settings are written KEY=VALUE, without dashes" if remedy else "there is no such flag"
     return Problem("", word, cause, remedy=remedy or "--help lists flags and settings")

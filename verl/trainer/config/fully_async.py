@@ -64,7 +64,7 @@ def move_settings(
     explicit: Collection[str],
     problems: list[Problem],
     defaults_of: Callable[[str], tuple[object, ...]],
-    of_program: bool,
+    for_program: bool,
 ) -> None:
     """Replace the settings of these commands in a composed configuration by those of ``main_ppo``, in place.
 
@@ -76,12 +76,12 @@ def move_settings(
         explicit: keys that the user set on the command line.
         problems: list to which contradictions are appended.
         defaults_of: returns the values that an unset key of ``main_ppo`` can hold.
-        of_program: whether the configuration is that of a Python program.
+        for_program: whether the configuration is that of a Python program.
     """
     asynchronous = isinstance(get(tree, "async_training"), dict)
     if not asynchronous and get(tree, "rollout.nnodes") is None:
         return
-    if of_program and get(tree, _HYBRID) is not False:
+    if for_program and get(tree, _HYBRID) is not False:
         return
     if get(tree, _HYBRID) is True:
         old = "async_training" if asynchronous else "rollout.nnodes"

@@ -372,7 +372,7 @@ FORWARD_PASSES: tuple[tuple[str, str], ...] = (
 
 # `name=value`, or a name that no English word could be; with the sections that the message gives before it.
 _SETTING = re.compile(r"(?<![\w./'-])(?:[a-z]\w*\.)*(?:[a-z]\w*(?==[^=])|[a-z]\w*_\w+)(?![\w/(])")
-_MOST = 4
+_MAX_LONGER_NAMES = 4
 """Number of keys behind one name; of a name that more keys share, such as ``name``, none is told."""
 
 
@@ -388,6 +388,6 @@ def keys_named(text: str, root: type[BaseConfig]) -> list[str]:
     paths: dict[str, None] = {}
     for name in dict.fromkeys(_SETTING.findall(text)):
         longer = [path for path in known if path.endswith(f".{name}")]
-        if name not in known and len(longer) <= _MOST and not any(path in text for path in longer):
+        if name not in known and len(longer) <= _MAX_LONGER_NAMES and not any(path in text for path in longer):
             paths |= dict.fromkeys(sorted(longer))
     return list(paths)

@@ -53,7 +53,7 @@ def load_config(
     data_only: bool = False,
     with_rules: bool = True,
     with_algorithms: bool = True,
-    of_program: bool = False,
+    for_program: bool = False,
     sections: Collection[str] = (),
     reads_data: bool = True,
 ) -> ConfigT:
@@ -67,7 +67,7 @@ def load_config(
         with_rules: check rules at all; without them files need not exist.
         with_algorithms: derive what follows from the estimator and the loss, which imports PyTorch; only without rules
             may it be left out.
-        of_program: the configuration is that of a Python program. It may then have keys and sections of its own, which
+        for_program: the configuration is that of a Python program. It may then have keys and sections of its own, which
             stay in :func:`as_composed`, and those that resemble a known key are logged; ``_target_`` may name a
             subclass of a section's class, and ``algorithm.adv_estimator`` may be null for a program that computes
             advantages itself.
@@ -79,11 +79,11 @@ def load_config(
             bounds first, once there are none those of the rules, and last those of algorithms, which need PyTorch.
     """
     problems: list[Problem] = []
-    translator = Translator.of(root, explicit, problems, of_program)
+    translator = Translator.for_root(root, explicit, problems, for_program)
     tree, raw, interpolations, remarks = translator.translate(cfg)
     keys, inactive = translator.keys, translator.inactive
     bad = _no_numbers(tree, raw, keys, problems)
-    if not of_program and "algorithm.adv_estimator" in keys and get(tree, "algorithm.adv_estimator") is None:
+    if not for_program and "algorithm.adv_estimator" in keys and get(tree, "algorithm.adv_estimator") is None:
         cause = "only a program that computes advantages itself may leave out the estimator"
         problems.append(Problem("algorithm.adv_estimator", None, cause, remedy="name one: grpo, gae, rloo, ..."))
     remarks += derive(tree, raw, keys, inactive, explicit, problems, chooses_engine=with_algorithms)

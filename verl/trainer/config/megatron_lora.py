@@ -61,7 +61,7 @@ def settings_of(section: str, path: object, lora: Mapping[str, object]) -> tuple
     """
     values = {name: lora.get(name, default) for name, default in DEFAULTS.items()}
     of_model = config_entries(Path(path).expanduser()) if isinstance(path, str) and "${" not in path else {}
-    experts = ExpertSizes.of(SimpleNamespace(**of_model))
+    experts = ExpertSizes.from_config(SimpleNamespace(**of_model))
     has_others = experts is None or experts.shared_width > 0 or not all(experts.sparse)
     is_latent = of_model.get("kv_lora_rank") is not None
     settings: dict[str, object] = {"lora_rank": lora["rank"], "lora_alpha": values["alpha"]}

@@ -31,7 +31,7 @@ from verl.config import (
 from verl.config.agent import SINGLE_TURN
 from verl.config.base import config_fields, named_section_of
 from verl.config.model import FP16
-from verl.config.rollout import OWN_ENGINES
+from verl.config.rollout import IN_PROCESS_ENGINES
 from verl.trainer.config import rules_engines as rollouts
 from verl.trainer.config import rules_files as files
 from verl.trainer.config import rules_megatron as megatron
@@ -92,9 +92,11 @@ def router_replay(config: PPOConfig) -> Problems:
         return
     if not rollout.enable_rollout_routing_replay:
         yield Problem(records_key, False, f"{key}=R3 replays the choice of the rollout, which must record it", "true")
-    if rollout.name not in OWN_ENGINES:
+    if rollout.name not in IN_PROCESS_ENGINES:
         cause = f"{ROLLOUT}.name={rollout.name} does not return the experts that it chose"
-        yield Problem(key, mode, cause, "disabled, R2", f"or set {ROLLOUT}.name to one of {', '.join(OWN_ENGINES)}")
+        yield Problem(
+            key, mode, cause, "disabled, R2", f"or set {ROLLOUT}.name to one of {', '.join(IN_PROCESS_ENGINES)}"
+        )
 
 
 def dynamic_sampling(config: PPOConfig) -> Problems:

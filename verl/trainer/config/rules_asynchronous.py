@@ -24,7 +24,7 @@ FREE_RUNNING_REFUSES: dict[str, tuple[object, str]] = {
 
 def asynchronous(config: PPOConfig) -> Iterator[Problem]:
     """The mode fits the other settings: one mode, sizes that divide, no feature that needs whole batches."""
-    plan, settings, v1 = AsyncPlan.of(config), config.trainer.async_, config.trainer.v1
+    plan, settings, v1 = AsyncPlan.from_config(config), config.trainer.async_, config.trainer.v1
     if settings.keep_kv_cache:
         cause = (
             "no rollout engine keeps keys and values over an update of the weights: native and hf release that memory "
@@ -81,7 +81,7 @@ def _warmup(config: PPOConfig, plan: AsyncPlan) -> Iterator[Problem]:
 
 def described_mode(config: PPOConfig) -> list[str]:
     """Describe when samples are drawn, how old they may become and what corrects for it; nothing if always at once."""
-    plan, v1, correction = AsyncPlan.of(config), config.trainer.v1, config.algorithm.rollout_correction
+    plan, v1, correction = AsyncPlan.from_config(config), config.trainer.v1, config.algorithm.rollout_correction
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if plan.mode == "sync":
         return []

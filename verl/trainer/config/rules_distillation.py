@@ -32,13 +32,13 @@ def distillation(config: PPOConfig) -> Problems:
     except ConfigError as error:
         yield Problem(f"{LOSS}.loss_mode", settings.loss_mode, str(error))
         return
-    if info.reads == "full" and not section.is_of_itself:
+    if info.reads == "full" and not section.is_self_distillation:
         yield from _whole_vocabulary(section, settings.loss_mode)
     if settings.use_policy_gradient:
         yield from _policy_gradient(config)
     if section.replaces_rewards:
         yield from _without_rewards(config)
-    if section.is_of_itself:
+    if section.is_self_distillation:
         yield from _of_itself(config)
         return
     if section.aligns_text:
@@ -59,7 +59,7 @@ def distillation(config: PPOConfig) -> Problems:
 
 def _without_rewards(config: PPOConfig) -> Problems:
     """No critic is trained, and no samples are lost, for advantages from which nothing is learnt."""
-    of_itself = config.distillation.is_of_itself  # whose template may show the best of several responses
+    of_itself = config.distillation.is_self_distillation  # whose template may show the best of several responses
     unread = f"{LOSS}.use_task_rewards=false: the policy learns from the teacher alone"
     if config.algorithm.filter_groups.enable and not of_itself:
         cause = f"{unread}, to which equal scores of the responses of a prompt make no difference, and samples are lost"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from verl.config import GenerationConfig, PPOConfig, Problem, RolloutConfig
 from verl.config.base import defaults_of
 from verl.config.distillation import VLLM_MAX_LOGPROBS, TeacherInferenceConfig
-from verl.config.rollout import OTHER_PROGRAMS, OWN_ENGINES
+from verl.config.rollout import IN_PROCESS_ENGINES, SERVER_ENGINES
 from verl.trainer.config.sizes import resolve_device
 from verl.utils.model_facts import model_files
 from verl.utils.model_facts.experts import ExpertSizes
@@ -28,10 +28,10 @@ PARALLEL_SIZES = (
 def parallel_sizes(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
     """The ranks that share an engine are on one machine, or are those of several; only some engines are shared."""
     for engine in _engines(config):
-        if engine.settings.name in OTHER_PROGRAMS:
+        if engine.settings.name in SERVER_ENGINES:
             yield from _of_machines(engine)
             yield from _experts(engine)
-        if engine.settings.name in OWN_ENGINES:
+        if engine.settings.name in IN_PROCESS_ENGINES:
             yield from _of_one_rank(engine.path, engine.settings)
 
 
@@ -137,7 +137,7 @@ def speed(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
 
 def not_for_serving(path: str, name: str, device: str) -> Iterator[Problem]:
     """Advise against engine ``name`` of the section ``path`` on a GPU if it is none of those made for serving."""
-    if device == "cuda" and name in OWN_ENGINES:
+    if device == "cuda" and name in IN_PROCESS_ENGINES:
         cause = "it starts each operation of each token from Python, and the GPU waits for it"
         if name == "native":
             cause = (
@@ -207,7 +207,7 @@ def _experts(engine: _PlacedEngine) -> Iterator[Problem]:
     if (
         size > 1
         and entries
-        and ExpertSizes.of(SimpleNamespace(**(text if isinstance(text, dict) else entries))) is None
+        and ExpertSizes.from_config(SimpleNamespace(**(text if isinstance(text, dict) else entries))) is None
     ):
         cause = f"the model has no experts ({engine.model})"
         yield Problem(f"{engine.path}.expert_parallel_size", size, cause, "1")

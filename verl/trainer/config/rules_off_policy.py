@@ -85,7 +85,7 @@ def _interpolated(config: PPOConfig) -> Problems:
     """Interpolated old log-probs exist only inside of the policy loss, so that nothing else may read them."""
     algorithm, loss_mode = config.algorithm, config.actor_rollout_ref.actor.policy_loss.loss_mode
     key, remedy = f"{CORRECTION}.prox_logp_method", "or choose prox_logp_method=recompute"
-    if AsyncPlan.of(config).mode == "sync":
+    if AsyncPlan.from_config(config).mode == "sync":
         cause = "all samples are of the weights before the step, so the interpolated policy is the one that sampled"
         remedy_here = f"{CORRECTION}.bypass_mode=true says the same in fewer words"
         yield Problem(key, "loglinear", cause, remedy=remedy_here, advice=True)
@@ -216,7 +216,7 @@ def weighs_samples(config: PPOConfig) -> bool:
 
 def lag(config: PPOConfig) -> Problems:
     """Training corrects for samples of earlier weights."""
-    plan = AsyncPlan.of(config)
+    plan = AsyncPlan.from_config(config)
     key, value = "trainer.async.lag", plan.lag
     if plan.is_free_running:
         key, value = "trainer.v1.trainer_mode", config.trainer.v1.trainer_mode

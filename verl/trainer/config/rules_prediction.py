@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.config import GenerationConfig, HFModelConfig, PPOConfig, Problem, RMConfig, RolloutConfig, SupervisedConfig
-from verl.config.rollout import OWN_ENGINES
+from verl.config.rollout import IN_PROCESS_ENGINES
 from verl.utils.model_facts import model_files
 from verl.utils.model_facts.prediction_heads import head_count
 
@@ -48,11 +48,11 @@ def _in_rollout(model: HFModelConfig, rollout: RolloutConfig, path: str, section
     if not model.mtp.is_in_rollout:
         return
     key = f"{path}.mtp.enable_rollout"
-    if rollout.name in OWN_ENGINES:
+    if rollout.name in IN_PROCESS_ENGINES:
         cause = f"{section}.name={rollout.name} draws token by token, without proposals of heads"
         yield Problem(key, True, cause, "false", f"or set {section}.name to vllm or sglang")
     for name, min_p in {"min_p": rollout.min_p, "val_kwargs.min_p": rollout.val_kwargs.min_p}.items():
-        if min_p > 0 and rollout.name not in OWN_ENGINES:
+        if min_p > 0 and rollout.name not in IN_PROCESS_ENGINES:
             cause = f"{rollout.name} verifies proposals of heads (model.mtp.enable_rollout=true) without it"
             yield Problem(f"{section}.{name}", min_p, cause, "0", f"or set {key}=false")
     if rollout.name == "vllm" and rollout.quantization == "int8":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from verl.base.engine_python import engine_python
 from verl.config import PPOConfig, Problem, RolloutConfig
-from verl.config.rollout import OTHER_PROGRAMS
+from verl.config.rollout import SERVER_ENGINES
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.utils.model_facts import model_files
 from verl.vision.families import FAMILIES
@@ -29,7 +29,7 @@ def models_with_images(config: PPOConfig) -> Problems:
             yield Problem("actor_rollout_ref.actor.freeze_vision_tower", True, cause, "false")
         return
     rollout, key = roles.rollout, "actor_rollout_ref.rollout.tensor_model_parallel_size"
-    if rollout.name in OTHER_PROGRAMS:
+    if rollout.name in SERVER_ENGINES:
         yield from _has_torchvision(rollout, kind)
         heads = model_files.vision_heads(Path(roles.model.path).expanduser())
         if heads is not None and heads % rollout.tensor_model_parallel_size:

@@ -70,7 +70,7 @@ class Translator:
     Attributes:
         explicit: keys that the user set on the command line, also those set to their default.
         problems: list to which everything that cannot be used is appended.
-        of_program: whether the configuration is that of a Python program, which may have keys of its own.
+        for_program: whether the configuration is that of a Python program, which may have keys of its own.
     """
 
     root: type[BaseConfig]
@@ -78,18 +78,18 @@ class Translator:
     inactive: dict[str, InactiveKey]
     explicit: Collection[str]
     problems: list[Problem]
-    of_program: bool = False
+    for_program: bool = False
     spelt: dict[str, str] = field(default_factory=dict)
     """Key → the other spelling under which it was set."""
     extended: dict[str, tuple[type[BaseConfig], dict[str, object]]] = field(default_factory=dict)
     """Section → the program's own class of it, by ``_target_``, and the values of the fields that this class adds."""
 
     @classmethod
-    def of(
-        cls, root: type[BaseConfig], explicit: Collection[str], problems: list[Problem], of_program: bool = False
+    def for_root(
+        cls, root: type[BaseConfig], explicit: Collection[str], problems: list[Problem], for_program: bool = False
     ) -> Translator:
         """Make the translator of an entry point from the root section of its configuration."""
-        return cls(root, {**keys_of(root)}, {**all_inactive(root)}, explicit, problems, of_program)
+        return cls(root, {**keys_of(root)}, {**all_inactive(root)}, explicit, problems, for_program)
 
     def translate(self, cfg: DictConfig | Mapping[str, object]) -> tuple[Tree, Tree, Interpolations, list[str]]:
         """Translate a composed configuration, or a plain dict with any part of it; the rest has its defaults.
@@ -137,7 +137,7 @@ class Translator:
         self._fill_in_unset(tree)
         self._restore_sections(tree)
         if "trainer.v1.trainer_mode" in self.keys:
-            fully_async.move_settings(tree, self.explicit, self.problems, self._defaults, self.of_program)
+            fully_async.move_settings(tree, self.explicit, self.problems, self._defaults, self.for_program)
         self._apply_rates(tree)
         self._apply_offloaded_states(tree)
         self._apply_names_of_optimizers(tree)
@@ -163,7 +163,7 @@ class Translator:
         Returns:
             messages about settings without effect, one for each reason.
         """
-        if self.of_program:
+        if self.for_program:
             self._find_extended(tree)
         self._take_out_dotted(tree)
         by_reason: dict[str, list[str]] = {}
@@ -235,7 +235,7 @@ class Translator:
 
         def default(path: str, cause: str) -> Any:
             stated = self.keys.get(path) or self.inactive.get(path)
-            if stated is None and self.of_program:
+            if stated is None and self.for_program:
                 return None  # the program resolves its own keys
             if stated is None or get(raw, path) != stated.yaml_default:  # else its source is reported
                 remedy = "name an existing key, or give a value"
@@ -256,7 +256,7 @@ class Translator:
         parent = path.rpartition(".")[0]
         if self._is_target(path):
             target = getattr(self.keys[parent].section, "hydra_target", None) if parent else None
-            if target is not None and value != target and not self.of_program:
+            if target is not None and value != target and not self.for_program:
                 cause = "another class cannot be put in place of a section"
                 self.problems.append(Problem(path, value, cause, target, "leave _target_ out"))
         elif (retired := self._retired(path)) is not None:
@@ -265,7 +265,7 @@ class Translator:
             if not retired.refused:
                 return retired.reason
             self._refuse(path, value, retired.reason)
-        elif self.of_program:
+        elif self.for_program:
             misspelt |= self._resembled(path)
         elif get(tree, f"{parent.partition('.')[0]}.custom_cls.path"):
             misspelt |= self._resembled(path)
@@ -548,7 +548,7 @@ class Translator:
         setting = get(tree, alias.old)
         target = self.keys.get(alias.new)
         takes_keys = target is None or target.section is not None or isinstance(target.default, Mapping)
-        if self.of_program and isinstance(setting, Mapping) and not takes_keys:
+        if self.for_program and isinstance(setting, Mapping) and not takes_keys:
             return  # a section of the program, which happens to have the name of another spelling
         by_key = takes_keys and isinstance(setting, Mapping)
         values = {f".{below}": value for below, value in flat(setting)} if by_key else {"": setting}

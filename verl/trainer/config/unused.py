@@ -148,7 +148,7 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
     if not needs_critic(config) and not config.reward_model.enable:  # whose sizes follow the critic's
         yield ("critic.*",), f"algorithm.adv_estimator={algorithm.adv_estimator} needs no critic"
     teachers, of_teachers = config.distillation.teachers, config.distillation.distillation_loss
-    has_frozen_teachers = config.distillation.has_forward_passes and not config.distillation.is_of_itself
+    has_frozen_teachers = config.distillation.has_forward_passes and not config.distillation.is_self_distillation
     runs_like_reference = config.distillation.enabled and has_frozen_teachers
     if not need_reference_policy(config) and not runs_like_reference:
         yield (f"{_REF}.*",), "no KL term needs the reference: use_kl_loss and use_kl_in_reward are false"
@@ -228,13 +228,13 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
             ("teacher_key",),
         ),
         (
-            config.distillation.is_of_itself,
+            config.distillation.is_self_distillation,
             "distillation.self_distillation.enabled=false",
             "distillation.self_distillation",
             ("*",),
         ),
         (
-            not config.distillation.is_of_itself,
+            not config.distillation.is_self_distillation,
             "distillation.self_distillation.enabled=true",
             "distillation",
             ("alignment",),
@@ -339,7 +339,7 @@ def _of_adapters(config: BaseConfig, section: str) -> Iterator[Silent]:
 
 def _of_modes(config: PPOConfig) -> Iterator[Silent]:
     """Yield the settings of modes of asynchronous training other than the chosen one."""
-    plan, mode = AsyncPlan.of(config), f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode}"
+    plan, mode = AsyncPlan.from_config(config), f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode}"
     if not plan.is_free_running:
         names = ("volume", "sync_every", "partial_rollout", "record_dir")
         yield ("trainer.v1.*", *(f"trainer.async.{name}" for name in names)), mode

@@ -31,7 +31,7 @@ class OldLogProbs:
     reason: str
 
     @classmethod
-    def of(cls, config: PPOConfig, randomness: Mapping[str, float]) -> OldLogProbs:
+    def from_config(cls, config: PPOConfig, randomness: Mapping[str, float]) -> OldLogProbs:
         """Choose the source for a run.
 
         Args:

@@ -47,7 +47,7 @@ class StepProfiles:
             )
 
     @contextmanager
-    def of_step(self, step: int, groups: Mapping[str, WorkerGroup | None]) -> Iterator[None]:
+    def profile_step(self, step: int, groups: Mapping[str, WorkerGroup | None]) -> Iterator[None]:
         """Record the block if ``step`` is to be profiled; a step that fails writes nothing.
 
         A snapshot of memory may have several steps: the first one starts the recording, and the last one ends it.

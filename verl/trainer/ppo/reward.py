@@ -182,7 +182,7 @@ _OF_MANAGER = (*_OF_FUNCTION, "reward_manager", "data")
 def _typed(config: PPOConfig | Mapping[str, object], sections: Sequence[str]) -> PPOConfig:
     if isinstance(config, PPOConfig):
         return config
-    return load_config(config, with_rules=False, of_program=True, sections=sections)
+    return load_config(config, with_rules=False, for_program=True, sections=sections)
 
 
 def _named(function: Callable[..., object], names: Iterable[str]) -> list[str]:

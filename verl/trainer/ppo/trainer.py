@@ -101,7 +101,7 @@ from verl.trainer.ppo.validation import Validator
 from verl.trainer.roles import (
     Needs,
     Role,
-    teaches_in_actor,
+    teachers_share_actor_ranks,
     worker_arguments,
 )
 from verl.trainer.worker_groups import WorkerGroups
@@ -198,7 +198,7 @@ class PPOTrainer(TrainingLoop):
         device_name: str | None = None,
         judge: ServedJudge | None = None,
     ) -> None:
-        config = config if isinstance(config, PPOConfig) else load_config(config, of_program=True)
+        config = config if isinstance(config, PPOConfig) else load_config(config, for_program=True)
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls or load_controller(config.trainer.controller).WorkerGroup
@@ -210,7 +210,7 @@ class PPOTrainer(TrainingLoop):
             device_name=self.device_name,
             hang_timeout_s=config.trainer.recovery.hang_timeout_s,
         )
-        super().__init__(config, CheckpointPlan.of_ppo(config.trainer), worker_groups)
+        super().__init__(config, CheckpointPlan.from_ppo_config(config.trainer), worker_groups)
         self.tokenizer = tokenizer
         self.processor = processor
         self.scores_responses = reward_fn is None and val_reward_fn is None
@@ -221,10 +221,10 @@ class PPOTrainer(TrainingLoop):
             )
         self.reward_fn = reward_fn
         self.val_reward_fn = val_reward_fn
-        self.needs = Needs.of(config)
+        self.needs = Needs.from_config(config)
         self.teachers = Teachers(config) if self.needs.teacher else None
         self.privileged = None
-        if config.distillation.is_of_itself:
+        if config.distillation.is_self_distillation:
             settings = config.distillation.self_distillation
             self.privileged = PrivilegedPrompts(settings, prompt_settings(config), tokenizer, processor)
         with_kl = config.algorithm.use_kl_in_reward
@@ -251,7 +251,7 @@ class PPOTrainer(TrainingLoop):
         self.scorer = Scorer(config, self._experience_workers, judge)
         self._sampling_thread = SerialThread("sampling")
         self._weight_transfer = WeightTransfer.from_config(config.actor_rollout_ref)
-        self.validation_order = self.own_draws()
+        self.validation_order = self.loader_generator()
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self._plan_steps()
         self.observers = Observers(config, tokenizer, self.total_training_steps)
@@ -282,7 +282,7 @@ class PPOTrainer(TrainingLoop):
             batch_size=data[key],
             sampler=train_sampler,
             drop_last=True,
-            generator=self.own_draws(),
+            generator=self.loader_generator(),
             **common,
         )
         if len(self.train_dataloader) == 0:
@@ -316,7 +316,7 @@ class PPOTrainer(TrainingLoop):
             epochs = len(self.train_dataloader) * trainer.total_epochs
             self.total_training_steps = trainer.total_training_steps or epochs
         self.typed_config = self.typed_config.with_schedules(self.total_training_steps)
-        self.schedule = Schedule.of(self.typed_config.trainer, self.total_training_steps)
+        self.schedule = Schedule.from_config(self.typed_config.trainer, self.total_training_steps)
         self.profiles = StepProfiles(self.typed_config, self.total_training_steps)
 
     def start_workers(self) -> None:
@@ -362,12 +362,14 @@ class PPOTrainer(TrainingLoop):
     def _use_workers(self) -> None:
         """Learn from newly started workers what the steps need to know, and let checkpoints save these."""
         self.pass_limits.send_to(group for group in self._groups_by_role.values() if group is not None)
-        self.old_log_probs_plan = OldLogProbs.of(self.typed_config, self.policy_workers.training_randomness()[0])
+        self.old_log_probs_plan = OldLogProbs.from_config(
+            self.typed_config, self.policy_workers.training_randomness()[0]
+        )
         logger.info("%s", self.old_log_probs_plan)
-        actor = Arithmetic.of_ranks(self.policy_workers.arithmetic())
+        actor = Arithmetic.from_ranks(self.policy_workers.arithmetic())
         self.arithmetic = {"old_log_prob": actor, "update_actor": actor}
         if self.critic_workers:
-            self.arithmetic["update_critic"] = Arithmetic.of_ranks(self.critic_workers.arithmetic())
+            self.arithmetic["update_critic"] = Arithmetic.from_ranks(self.critic_workers.arithmetic())
         self.checkpoint.workers_replaced(self.trained_groups)
         self._begin_sampling()
         self.validator = None
@@ -392,7 +394,7 @@ class PPOTrainer(TrainingLoop):
         lockstep = self.experience_class(
             config, self.tokenizer, prompts, self.response_source, self.scorer, self.reward_fn, self.dump
         )
-        plan, folder = AsyncPlan.of(config), config.trainer.async_.replay
+        plan, folder = AsyncPlan.from_config(config), config.trainer.async_.replay
         self._sampling_thread.close()
         # A new one, because the last may wait for a slow reward of a batch that nobody needs any more.
         self._sampling_thread = SerialThread("sampling")
@@ -440,7 +442,7 @@ class PPOTrainer(TrainingLoop):
 
     def observed(self, context: StepContext) -> AbstractContextManager[None]:
         """See :meth:`TrainingLoop.observed`: profiles of the steps of ``global_profiler.steps``."""
-        return self.profiles.of_step(context.number, self._groups_by_role)
+        return self.profiles.profile_step(context.number, self._groups_by_role)
 
     @property
     def rollout_workers(self) -> Any:
@@ -506,7 +508,7 @@ class PPOTrainer(TrainingLoop):
         if self.needs.teacher:
             batch = batch | self.teacher(batch, context)
         batch = batch | self.advantages(batch, context)
-        chosen = self.to_learn_from(batch, context)
+        chosen = self.select_training_rows(batch, context)
         if trains and self.needs.critic:
             with context.stage("update_critic"):
                 wait_for(self.update_critic(chosen, context))
@@ -537,7 +539,9 @@ class PPOTrainer(TrainingLoop):
         if self.needs.teacher:
             context.metrics |= distillation_metrics(batch)
         distillation = self.typed_config.distillation
-        if not distillation.replaces_rewards or distillation.is_of_itself:  # a template may show the best response
+        if (
+            not distillation.replaces_rewards or distillation.is_self_distillation
+        ):  # a template may show the best response
             self.equal_scores.check(rewards)
         self._notify_dataset(batch, rewards)
         self.dump_numbers(batch, context)
@@ -605,7 +609,9 @@ class PPOTrainer(TrainingLoop):
         workers = self.teacher_workers if self.privileged is None else self.policy_workers
         prompts, metrics = (DataProto(), {}) if self.privileged is None else self.privileged.columns(batch)
         context.metrics |= metrics
-        if teaches_in_actor(self.typed_config):  # the policy's workers compute with their teachers in the update
+        if teachers_share_actor_ranks(
+            self.typed_config
+        ):  # the policy's workers compute with their teachers in the update
             return prompts | self.teachers.columns(batch, None)
         with context.stage("teacher"):
             return prompts | self.teachers.columns(batch | prompts, workers)
@@ -641,7 +647,7 @@ class PPOTrainer(TrainingLoop):
             )
             return batch.select(batch_keys=["token_level_rewards", "advantages", "returns"], non_tensor_batch_keys=[])
 
-    def to_learn_from(self, batch: DataProto, context: PPOStepContext) -> DataProto:
+    def select_training_rows(self, batch: DataProto, context: PPOStepContext) -> DataProto:
         """Select the rows and tokens of the update: resample trajectories with PF-PPO, then mask rejected tokens.
 
         Called after the advantages and masking last, because scores of rejected tokens count for both.
@@ -669,7 +675,7 @@ class PPOTrainer(TrainingLoop):
         dealt = self._deal(batch, parts, columns, sizes, shares)
         updated = self.critic_workers.update_critic(dealt.rows, **self._own_sizes(batch, dealt))
         repeated = stages.repeated_prompts(batch, sizes) if shares else ()
-        return self._take_update("update_critic", batch, dealt, updated, critic.ppo_epochs, context, repeated)
+        return self._record_update("update_critic", batch, dealt, updated, critic.ppo_epochs, context, repeated)
 
     def update_actor(
         self, batch: DataProto, context: PPOStepContext, own_forward: bool = False
@@ -696,7 +702,7 @@ class PPOTrainer(TrainingLoop):
             arguments["record_tokens"] = True
         updated = self.policy_workers.update_actor(dealt.rows, **arguments)
         repeated = stages.repeated_prompts(batch, sizes) if shares else ()
-        return self._take_update("update_actor", batch, dealt, updated, actor.ppo_epochs, context, repeated)
+        return self._record_update("update_actor", batch, dealt, updated, actor.ppo_epochs, context, repeated)
 
     def _mini_batch_sizes(self, batch: DataProto, prompts: int) -> list[int]:
         """Rows of each mini-batch of ``prompts`` prompts, all of whose trajectories it has; at least one mini-batch."""
@@ -713,7 +719,7 @@ class PPOTrainer(TrainingLoop):
         """Arguments of an update whose mini-batches are not those of the configuration."""
         return {"mini_batch_sizes": dealt.sizes} if Trajectories.of(batch).are_split else {}
 
-    def _take_update(
+    def _record_update(
         self,
         name: str,
         batch: DataProto,
@@ -729,7 +735,7 @@ class PPOTrainer(TrainingLoop):
         ``repeated`` are the lengths of prompts that were not computed, because an earlier row has the same one.
         """
         if isinstance(updated, DataProtoFuture):
-            take = functools.partial(self._take_update, name, batch, dealt)
+            take = functools.partial(self._record_update, name, batch, dealt)
             return updated.then(lambda ready: wait_for(take(ready, epochs, context, repeated)))
         once = self.arithmetic[name].training_flops(*stages.token_counts(batch), repeated)
         context.flops[name] = None if once is None else epochs * once

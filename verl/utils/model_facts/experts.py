@@ -26,7 +26,7 @@ class ExpertSizes:
         return tuple(layer for layer, has_experts in enumerate(self.sparse) if has_experts)
 
     @classmethod
-    def of(cls, text: object) -> ExpertSizes | None:
+    def from_config(cls, text: object) -> ExpertSizes | None:
         """Read them; None if no layer has experts.
 
         Args:

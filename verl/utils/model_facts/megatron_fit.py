@@ -107,7 +107,7 @@ def _divisions(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: s
     by_context = " × context_parallel_size" if context > 1 else ""
     # A size that is no whole number, such as text in override_config, is for Transformers to refuse.
     fields = {name: value for name, value in fields.items() if isinstance(value, int) or name == "mlp_only_layers"}
-    heads, experts = fields.get("num_attention_heads"), ExpertSizes.of(SimpleNamespace(**fields))
+    heads, experts = fields.get("num_attention_heads"), ExpertSizes.from_config(SimpleNamespace(**fields))
     parts = [
         (of_heads, by_context, tensor * context, heads, "heads"),
         (of_heads, "", tensor, fields.get("num_key_value_heads") or heads, "key/value heads"),

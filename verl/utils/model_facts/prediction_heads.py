@@ -46,7 +46,9 @@ class FurtherLayers:
     """By name."""
 
     @classmethod
-    def of(cls, layers: int, count: int, hidden: int, shapes: Mapping[str, tuple[int, ...]]) -> FurtherLayers:
+    def from_last_layer(
+        cls, layers: int, count: int, hidden: int, shapes: Mapping[str, tuple[int, ...]]
+    ) -> FurtherLayers:
         """Derive them from the last layer of a model.
 
         Args:

@@ -173,7 +173,7 @@ class RemoteRollout(BaseRollout):
         if not (self.model_config.mtp.is_in_rollout and count):
             return None
         shapes = {name: tuple(tensor.shape) for name, tensor in self._empty_model.state_dict().items()}
-        return FurtherLayers.of(text.num_hidden_layers, count, text.hidden_size, shapes)
+        return FurtherLayers.from_last_layer(text.num_hidden_layers, count, text.hidden_size, shapes)
 
     @abstractmethod
     def _engine_arguments(self) -> dict[str, Any]:

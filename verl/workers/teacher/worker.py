@@ -26,8 +26,8 @@ class ForwardTeacherWorker(EngineWorker):
         roles: ActorRolloutRefConfig | DictConfig,
         device_name: str | None = None,
     ) -> None:
-        self.config = local_copies(DistillationConfig.of(config))
-        self.roles = local_copies(ActorRolloutRefConfig.of(roles))
+        self.config = local_copies(DistillationConfig.from_mapping(config))
+        self.roles = local_copies(ActorRolloutRefConfig.from_mapping(roles))
         super().__init__(CheckpointConfig(), device_name, self.roles.nccl_timeout)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

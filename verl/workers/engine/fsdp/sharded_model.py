@@ -399,7 +399,9 @@ class ShardedModel(BaseEngine):
 
     def arithmetic(self) -> Arithmetic:
         """See :meth:`BaseEngine.arithmetic`. A CPU's peak is measured at the first call, which takes about 0.1 s."""
-        counter = FlopsCounter.of(self.model.hf.config, self.model.head.out_features, is_frozen=self.has_adapters)
+        counter = FlopsCounter.from_config(
+            self.model.hf.config, self.model.head.out_features, is_frozen=self.has_adapters
+        )
         return Arithmetic(counter, device_peak_flops(self.device, self.compute_dtype))
 
     # ---- checkpoints --------------------------------------------------------------------------

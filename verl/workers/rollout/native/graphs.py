@@ -5,7 +5,7 @@ recorded pass has fixed shapes and addresses: tokens and positions are copied in
 the next size. Attention that does not read each row up to its own length reads all keys up to the next bound.
 
 Memory: all passes share what they need while they run, and write their logits into one buffer. At most
-:data:`~verl.config.rollout.MOST_GRAPHS` are kept, those that were used last.
+:data:`~verl.config.rollout.MAX_GRAPHS` are kept, those that were used last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from verl.config.rollout import MOST_GRAPHS
+from verl.config.rollout import MAX_GRAPHS
 from verl.workers.rollout.native.memory import CopiedPromptMemory, TokenPlaces
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class DecodeGraphs:
         room = memory.text_room
         size = rows, room if memory.reads_each_row else tokens_of_graph(memory.bound, room)
         if size not in self._passes:
-            if len(self._passes) == MOST_GRAPHS:
+            if len(self._passes) == MAX_GRAPHS:
                 self._passes.popitem(last=False)
             self._passes[size] = _Pass(self._logits, memory, *size)
         self._passes.move_to_end(size)

@@ -114,7 +114,7 @@ class NativeModel:
         Experts are chosen on the device, and these rotations depend on the longest text.
         """
         config = self.module.config
-        is_dense = not len(self.routers) and ExpertSizes.of(config.get_text_config()) is None
+        is_dense = not len(self.routers) and ExpertSizes.from_config(config.get_text_config()) is None
         is_known = type(self.module).__module__.startswith("transformers.models.") and self.vision is None
         return is_dense and is_known and not rope_types(config) & ROTATIONS_OF_A_PASS
 
