@@ -122,12 +122,12 @@ class DealtBatch:
     padding: frozenset[int] = field(default_factory=frozenset)
     """Positions of ``rows`` that are padding."""
 
-    def restore(self, made: DataProto) -> DataProto:
+    def restore(self, result: DataProto) -> DataProto:
         """Put the ranks' results into the order of the original batch; a result without rows is returned as it is."""
-        if not len(made):
-            return made
+        if not len(result):
+            return result
         position = {row: n for n, row in enumerate(self.order) if n not in self.padding}
-        return made.select_idxs([position[row] for row in range(len(position))])
+        return result.select_idxs([position[row] for row in range(len(position))])
 
     def problems(self, problems: Sequence[NonFinite]) -> list[NonFinite]:
         """Non-finite values, with each rank's row index replaced by the index in the original batch."""
@@ -161,13 +161,13 @@ def deal(
     """
     unit = rows_per_unit
     lengths = batch.batch["attention_mask"].view(len(batch) // unit, -1).sum(-1).tolist()
-    taken, is_padding, padded_sizes = _padded(lengths, sizes or [len(lengths)], num_ranks if pads else 1)
-    lengths = [lengths[i] for i in taken]
-    siblings = Siblings.from_batch(batch.select_idxs(taken)) if shares_prompts else None
+    unit_indices, is_padding, padded_sizes = _padded(lengths, sizes or [len(lengths)], num_ranks if pads else 1)
+    lengths = [lengths[i] for i in unit_indices]
+    siblings = Siblings.from_batch(batch.select_idxs(unit_indices)) if shares_prompts else None
     order, ranks = layout_for_ranks(lengths, dp_size=num_ranks, sizes=padded_sizes, balance=balance, siblings=siblings)
-    by_row = [unit * taken[i] + row for i in order for row in range(unit)]
-    kept = [name for name in INPUTS_OF_ROWS if name in batch.non_tensor_batch]
-    sent = batch if columns is None else batch.select(batch_keys=list(columns), non_tensor_batch_keys=kept)
+    by_row = [unit * unit_indices[i] + row for i in order for row in range(unit)]
+    input_columns = [name for name in INPUTS_OF_ROWS if name in batch.non_tensor_batch]
+    sent = batch if columns is None else batch.select(batch_keys=list(columns), non_tensor_batch_keys=input_columns)
     rows = sent.select_idxs(by_row)
     padding = frozenset(n for n, i in enumerate(order) if is_padding[i])
     if padding:
@@ -179,7 +179,7 @@ def deal(
 
 def _padded(lengths: Sequence[int], sizes: Sequence[int], multiple: int) -> tuple[list[int], list[bool], list[int]]:
     """The units of each mini-batch and then its padding, which of them is padding, and the padded sizes."""
-    taken: list[int] = []
+    unit_indices: list[int] = []
     is_padding: list[bool] = []
     padded_sizes: list[int] = []
     start = 0
@@ -187,11 +187,11 @@ def _padded(lengths: Sequence[int], sizes: Sequence[int], multiple: int) -> tupl
         members = list(range(start, start + size))
         missing = -size % multiple
         shortest = min(members, key=lambda i: lengths[i])
-        taken += members + [shortest] * missing
+        unit_indices += members + [shortest] * missing
         is_padding += [False] * size + [True] * missing
         padded_sizes.append(size + missing)
         start += size
-    return taken, is_padding, padded_sizes
+    return unit_indices, is_padding, padded_sizes
 
 
 def _without_weight(rows: DataProto, padding: list[int]) -> DataProto:

@@ -39,12 +39,12 @@ class DPOTrainer(PreferenceTrainer):
 
     def useful_flops(self, batch: DataProto) -> float | None:
         """FLOPs of one optimizer step with the reference's forward pass; None if the reference is another model."""
-        of_policy = super().useful_flops(batch)
-        if self.typed_config.loss.reference_free or of_policy is None:
-            return of_policy
+        policy_flops = super().useful_flops(batch)
+        if self.typed_config.loss.reference_free or policy_flops is None:
+            return policy_flops
         is_same = self.typed_config.ref.path in (None, self.typed_config.model.path)
         # A training step costs three forward passes, the reference one more.
-        return of_policy * 4 / 3 if is_same else None
+        return policy_flops * 4 / 3 if is_same else None
 
     def outputs(self, batch: DataProto) -> DataProto:
         """Log-probs of the policy."""

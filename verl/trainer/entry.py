@@ -21,11 +21,11 @@ def entry(
     module: Mapping[str, Any],
     root: type[ConfigT],
     runner: str,
-    others: tuple[str, ...] = (),
+    public_names: tuple[str, ...] = (),
     config_name: str | None = None,
     restarts: bool = False,
 ) -> tuple[Callable[[ConfigT | DictConfig], None], Callable[..., None], Callable[[str], object]]:
-    """Make what a command's module defines.
+    """Create the parts of a command's module.
 
     `--help` and `--cfg job` answer at once: what needs torch or transformers is imported where it is used.
 
@@ -33,7 +33,7 @@ def entry(
         module: ``globals()`` of the module; its docstring begins with what the command does.
         root: root section of the configuration.
         runner: ``module:class`` of what runs a configuration.
-        others: further public names of the runner's module that the command's module offers.
+        public_names: further public names of the runner's module that the command's module offers.
         config_name: name of the YAML file, by default that of ``root``.
         restarts: see :func:`verl.trainer.config.command_line.command`.
 
@@ -42,7 +42,7 @@ def entry(
         (``trainer.controller``); the command line; the module's ``__getattr__``.
     """
     home, _, class_name = runner.partition(":")
-    loaded = on_first_use(module["__name__"], dict.fromkeys([class_name, *others], home))
+    loaded = on_first_use(module["__name__"], dict.fromkeys([class_name, *public_names], home))
 
     def run(config: ConfigT | DictConfig) -> None:
         """Run one configuration, on Ray or in this process (``trainer.controller``)."""

@@ -97,7 +97,7 @@ def _reward_function(config: EvalConfig) -> RewardFunction:
     return function
 
 
-def _samples_of(file: DataFile, config: EvalConfig, wanted: RowParameters) -> Iterator[list[RewardSample]]:
+def _samples_of(file: DataFile, config: EvalConfig, parameters: RowParameters) -> Iterator[list[RewardSample]]:
     for index in range(len(file)):
         row, where = file.row(index), f"{file.path}, row {index}"
         responses = row[config.data.response_key]
@@ -113,7 +113,7 @@ def _samples_of(file: DataFile, config: EvalConfig, wanted: RowParameters) -> It
         if not config.custom_reward_function.path:
             _check_truth(source, truth, where)
         columns = dict.fromkeys(file.columns) | row | {"uid": str(index), "index": extra.get("index", index)}
-        if {"prompt", "raw_prompt"} & {*wanted.required, *wanted.optional}:
+        if {"prompt", "raw_prompt"} & {*parameters.required, *parameters.optional}:
             columns |= dict.fromkeys(("prompt", "raw_prompt"), row_messages(row.get(config.data.prompt_key), where))
         yield [RewardSample(source, text, truth, extra, uid=str(index), columns=columns) for text in responses]
 
@@ -139,8 +139,8 @@ def summarize(groups: Sequence[tuple[str, list[Score]]]) -> dict[str, float]:
         )
     metrics: dict[str, float] = {}
     for source in sorted({source for source, _ in groups}):
-        of_source = [scores for other, scores in groups if other == source]
-        scored = [kept for scores in of_source if (kept := [score for score in scores if score.error is None])]
+        source_scores = [scores for other, scores in groups if other == source]
+        scored = [valid for scores in source_scores if (valid := [score for score in scores if score.error is None])]
         if scored:
             means = [_mean([score.value for score in scores]) for scores in scored]
             metrics[f"test_score/{source}"] = _mean(means)
@@ -151,9 +151,9 @@ def summarize(groups: Sequence[tuple[str, list[Score]]]) -> dict[str, float]:
             if len(means) > 1:
                 metrics[f"test_score_std_err/{source}"] = statistics.stdev(means) / math.sqrt(len(means))
             for name, values in _other_numbers(scored).items():
-                metrics[f"test_{name}/{source}"] = _mean([_mean(of_prompt) for of_prompt in values])
-        metrics[f"prompts/{source}"] = len(of_source)
-        metrics[f"responses/{source}"] = sum(map(len, of_source))
+                metrics[f"test_{name}/{source}"] = _mean([_mean(values_of_prompt) for values_of_prompt in values])
+        metrics[f"prompts/{source}"] = len(source_scores)
+        metrics[f"responses/{source}"] = sum(map(len, source_scores))
     return metrics | {"reward/error_rate": len(failed) / total}
 
 
@@ -161,12 +161,12 @@ def _other_numbers(scored: Sequence[Sequence[Score]]) -> dict[str, list[list[flo
     """Return name → values by prompt, of the numbers beside the score; a prompt without the name is left out."""
     by_name: dict[str, list[list[float]]] = {}
     for scores in scored:
-        of_prompt: dict[str, list[float]] = {}
+        prompt_values: dict[str, list[float]] = {}
         for score in scores:
             for name, value in score.extra.items():
                 if name != "score" and isinstance(value, (bool, int, float)) and math.isfinite(value):
-                    of_prompt.setdefault(name, []).append(float(value))
-        for name, values in of_prompt.items():
+                    prompt_values.setdefault(name, []).append(float(value))
+        for name, values in prompt_values.items():
             by_name.setdefault(name, []).append(values)
     return by_name
 

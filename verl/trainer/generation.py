@@ -89,8 +89,8 @@ def read_prompts(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -
             row, where = file.row(index), f"{file.path}, row {index}"
             messages = row_messages(row[data.prompt_key], where)
             require_written_calls(messages, tokenizer, where)
-            of_row = row_template_kwargs(row, data.tools_key, data.enable_thinking_key, tokenizer, where)
-            text = render_prompt(messages, tokenizer, where, **data.apply_chat_template_kwargs | of_row)
+            template_kwargs = row_template_kwargs(row, data.tools_key, data.enable_thinking_key, tokenizer, where)
+            text = render_prompt(messages, tokenizer, where, **data.apply_chat_template_kwargs | template_kwargs)
             ids = encode(text, tokenizer)
             limit = config.rollout.prompt_length
             prompts.append(Prompt(row, truncate(ids, limit, "error", f"{where}: the prompt", "rollout.prompt_length")))

@@ -83,14 +83,14 @@ class Rule:
         metric: its name; ``*`` stands for any text, and each metric that fits is tested for itself.
         broken: returns the reason of an alert, or an empty text.
         samples: see :class:`Alert`.
-        of_rewards: it does not matter where nothing is learnt from rewards.
+        reads_rewards: skipped where nothing is learnt from rewards.
     """
 
     name: str
     metric: str
     broken: Callable[[History], str]
     samples: Samples = ""
-    of_rewards: bool = False
+    reads_rewards: bool = False
 
 
 class HealthWatch:
@@ -104,7 +104,7 @@ class HealthWatch:
 
     def __init__(self) -> None:
         self._history: dict[str, History] = defaultdict(History)
-        self._said: dict[str, int] = {}
+        self._alerted_at: dict[str, int] = {}
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[Alert]:
         """Take the metrics of a step and return its new alerts; a rule is silent for a while after one."""
@@ -119,7 +119,7 @@ class HealthWatch:
                 self._history[name].add(float(metrics[name]))
         teachers_alone = "distillation/loss" in metrics and "actor/pg_loss" not in metrics
         for rule, names in rule_metrics.items():
-            if rule.of_rewards and teachers_alone:
+            if rule.reads_rewards and teachers_alone:
                 continue
             for name in names:
                 history = self._history[name]
@@ -128,8 +128,8 @@ class HealthWatch:
         return [alert for alert in alerts if self._is_new(alert)]
 
     def _is_new(self, alert: Alert) -> bool:
-        before = self._said.get(alert.rule, -QUIET_STEPS)
-        self._said[alert.rule] = alert.step
+        before = self._alerted_at.get(alert.rule, -QUIET_STEPS)
+        self._alerted_at[alert.rule] = alert.step
         return alert.step - before >= QUIET_STEPS
 
 
@@ -224,8 +224,8 @@ def _zero(history: History) -> str:
 
 
 RULES = (
-    Rule("reward_stuck", "critic/score/mean", _stuck, "highest", of_rewards=True),
-    Rule("equal_groups", "reward/equal_group_rate", _equal_groups, "no advantage", of_rewards=True),
+    Rule("reward_stuck", "critic/score/mean", _stuck, "highest", reads_rewards=True),
+    Rule("equal_groups", "reward/equal_group_rate", _equal_groups, "no advantage", reads_rewards=True),
     Rule("entropy_collapse", "actor/entropy", _entropy, "highest"),
     Rule("gap_growing", "training/rollout_probs_diff_mean", _gap, "gap"),
     Rule("truncation", "response_length/clip_ratio", _truncated, "longest"),

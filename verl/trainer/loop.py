@@ -105,7 +105,7 @@ class RunSettings:
 
     NOT_COMPARED = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.logger", "trainer.progress")
     """Settings that say how to resume or what to show."""
-    OF_THE_CHECKPOINT = ("model.path",)
+    CHECKPOINT_KEYS = ("model.path",)
     """Endings of settings that have no effect after a checkpoint is loaded."""
     SHOWN = 40
 
@@ -130,7 +130,7 @@ class RunSettings:
 
     def _difference(self, name: str, before: object) -> str:
         text = f"{name}: {before} in the checkpoint, {self.values[name]} now"
-        is_loaded = name.endswith(self.OF_THE_CHECKPOINT) and not name.startswith("reward_model")
+        is_loaded = name.endswith(self.CHECKPOINT_KEYS) and not name.startswith("reward_model")
         return f"{text} (the weights that are trained are the checkpoint's all the same)" if is_loaded else text
 
 

@@ -389,7 +389,7 @@ class PassLimits:
         self.may_cut = may_cut
         self.limits: dict[str, int] = {}
         self._cuts = 0
-        self._of_workers: dict[str, float] = {}
+        self._worker_cuts: dict[str, float] = {}
 
     def learn(self, error: BaseException) -> None:
         """Record the limit of a :class:`PassTooLargeError` among the causes of ``error``; ignore other errors."""
@@ -397,8 +397,8 @@ class PassLimits:
         if cause is not None:
             self.limits[cause.kind] = min(cause.limit, self.limits.get(cause.kind, cause.limit))
             self._cuts += 1
-            self._cuts += int(sum(self._of_workers.values()))
-            self._of_workers = {}
+            self._cuts += int(sum(self._worker_cuts.values()))
+            self._worker_cuts = {}
 
     def send_to(self, groups: Iterable[WorkerGroup]) -> None:
         """Send the limits to newly started workers, unless they equal the workers' defaults."""
@@ -409,11 +409,11 @@ class PassLimits:
     def take_splits(self, update: str, metrics: dict[str, float]) -> None:
         """Move an update's count of splits from ``metrics`` here: actor and critic report it under the same name."""
         if SPLITS_METRIC in metrics:
-            self._of_workers[update] = metrics.pop(SPLITS_METRIC)
+            self._worker_cuts[update] = metrics.pop(SPLITS_METRIC)
 
     def metrics(self) -> dict[str, float]:
         """``recovery/micro_batch_splits``: how often passes were made smaller; empty if never."""
-        cuts = self._cuts + sum(self._of_workers.values())
+        cuts = self._cuts + sum(self._worker_cuts.values())
         return {SPLITS_METRIC: cuts} if cuts else {}
 
 
@@ -446,7 +446,7 @@ class BadSteps:
         self.in_a_row = 0
         self.last_step = 0
         self._texts: list[str] = []
-        self._kept: Path | None = None
+        self._saved_folder: Path | None = None
 
     @classmethod
     def from_config(cls, trainer: BaseTrainerConfig) -> BadSteps:
@@ -486,17 +486,18 @@ class BadSteps:
             self.last_step = step
         uids = batch.non_tensor_batch.get("uid")
         self._texts = [
-            str(one) if one.row is None or uids is None else f"{one} [uid {uids[one.row]}]" for one in problems
+            str(problem) if problem.row is None or uids is None else f"{problem} [uid {uids[problem.row]}]"
+            for problem in problems
         ]
-        if self.in_a_row <= SAVED_IN_A_ROW or self._kept is None:
-            self._kept = self._keep(step, update, metrics, batch)
+        if self.in_a_row <= SAVED_IN_A_ROW or self._saved_folder is None:
+            self._saved_folder = self._keep(step, update, metrics, batch)
         logger.warning(
             "%s of step %d left out %d optimizer step(s), and weights and optimizer are as they were: %s. Batch: %s",
             update,
             step,
             int(skipped),
             "; ".join(self._texts[:SHOWN_PROBLEMS]),
-            self._kept or "not kept",
+            self._saved_folder or "not kept",
         )
 
     def metrics(self) -> dict[str, float]:
@@ -507,7 +508,7 @@ class BadSteps:
         """Raise NonFiniteError if the last ``limit`` steps, including ``step``, were bad."""
         if self.limit is None or step != self.last_step or self.in_a_row < self.limit:
             return
-        where = f"The batch lies in {self._kept} (DataProto.load_from_disk)." if self._kept else ""
+        where = f"The batch lies in {self._saved_folder} (DataProto.load_from_disk)." if self._saved_folder else ""
         raise NonFiniteError(
             f"the update of {self.in_a_row} step(s) in a row, up to step {step}, was left out because a loss or a "
             f"gradient was not finite (trainer.recovery.max_bad_steps={self.limit}). In step {step}: "

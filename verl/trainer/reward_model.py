@@ -30,9 +30,9 @@ class RMTrainer(PreferenceTrainer):
         """Convert pairs to rows whose ``response_mask`` is 1 at the last token of the response only."""
         columns = as_rows(rows)
         images = {IMAGES: columns.pop(IMAGES)} if IMAGES in columns else {}
-        chosen = last_response_token(columns.pop("loss_mask"))
+        last_tokens = last_response_token(columns.pop("loss_mask"))
         return DataProto.from_dict(
-            tensors={**columns, "responses": columns["input_ids"], "response_mask": chosen},
+            tensors={**columns, "responses": columns["input_ids"], "response_mask": last_tokens},
             non_tensors=images,
         )
 

@@ -114,8 +114,8 @@ class SFTRunner(SupervisedRunner):
 
         path = config.distillation.model_path
         if path is not None:
-            of_teacher = hf_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
-            check_same_tokenizer(of_teacher, tokenizer, f"distillation.model_path={path}")
+            teacher_tokenizer = hf_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+            check_same_tokenizer(teacher_tokenizer, tokenizer, f"distillation.model_path={path}")
             check_tokenizer_fits(tokenizer, hf_config_of(config.teacher_model), warns=False)
 
     def open_data(

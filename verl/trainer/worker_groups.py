@@ -88,8 +88,8 @@ class WorkerGroups:
 
     def _start_processes(self, arguments: Mapping[Any, Mapping[str, object]]) -> None:
         members: dict[ResourcePool, dict[Hashable, ClassWithInitArgs]] = {}
-        for role, of_role in arguments.items():
-            worker = self.group_class.describe(self.worker_classes[role], **of_role, device_name=self.device_name)
+        for role, kwargs in arguments.items():
+            worker = self.group_class.describe(self.worker_classes[role], **kwargs, device_name=self.device_name)
             members.setdefault(self.pools.get_resource_pool(role), {})[role] = worker
         for pool, workers in members.items():
             colocated = self.group_class.colocate({str(role): worker for role, worker in workers.items()})

@@ -129,8 +129,8 @@ def _show(composed: DictConfig, words: Words, root: type[BaseConfig]) -> None:
         sys.stdout.write(f"# @package {package}\n")
         for part in reversed(package.split(".")):
             values = {part: values}
-    said = remarks(values, root, keys_set(words.overrides)) if kind == "job" else ""
-    sys.stdout.write(OmegaConf.to_yaml(section) + said)
+    comments = remarks(values, root, keys_set(words.overrides)) if kind == "job" else ""
+    sys.stdout.write(OmegaConf.to_yaml(section) + comments)
 
 
 def remarks(composed: Mapping[str, object], root: type[BaseConfig], explicit: Collection[str] = ()) -> str:
@@ -143,8 +143,8 @@ def remarks(composed: Mapping[str, object], root: type[BaseConfig], explicit: Co
     """
     problems: list[Problem] = []
     *_, advice = Translator.for_root(root, explicit, problems).translate(composed)
-    said = [f"refused: {problem}" for problem in problems] + advice
-    return "".join(f"# {line}\n" for text in said for line in redacted(text, secrets_in(composed)).splitlines())
+    remark_texts = [f"refused: {problem}" for problem in problems] + advice
+    return "".join(f"# {line}\n" for text in remark_texts for line in redacted(text, secrets_in(composed)).splitlines())
 
 
 # ---- the entry point -----------------------------------------------------------------------------------

@@ -60,9 +60,9 @@ def derive(
             value = get(tree, path)
             put(tree, path, [expanded(v) for v in value] if isinstance(value, list) else expanded(value))
     _chat_templates(tree, keys, problems)
-    for one, other in PAIRS:
-        if one in keys and other in keys:
-            _make_equal(tree, keys, (one, other), explicit, problems)
+    for first_key, second_key in PAIRS:
+        if first_key in keys and second_key in keys:
+            _make_equal(tree, keys, (first_key, second_key), explicit, problems)
     _layouts(tree, keys, explicit)
     for older in inactive.values():
         if older.per_rank:
@@ -102,8 +102,10 @@ def _greedy_teachers(tree: Tree, raw: Tree, keys: Mapping[str, Key]) -> None:
     if get(tree, f"{_ROLLOUT}.do_sample") is not False:
         return
     for path in keys:
-        of_teacher = path.startswith("distillation.teacher_models.") and path.endswith(".inference.temperature")
-        if of_teacher and not isinstance(get(raw, path), int | float):
+        is_teacher_temperature = path.startswith("distillation.teacher_models.") and path.endswith(
+            ".inference.temperature"
+        )
+        if is_teacher_temperature and not isinstance(get(raw, path), int | float):
             put(tree, path, 1.0)
 
 
@@ -128,12 +130,12 @@ def _make_equal(
     values = [get(tree, path, keys[path].default) for path in pair]
     if same(values[0], values[1]):
         return
-    chosen = [p for p, v in zip(pair, values, strict=True) if p in explicit or not same(v, keys[p].default)]
-    if len(chosen) == 2:
+    set_paths = [p for p, v in zip(pair, values, strict=True) if p in explicit or not same(v, keys[p].default)]
+    if len(set_paths) == 2:
         cause = f"this is the same setting as {pair[1]}, which is set to {values[1]}"
         problems.append(Problem(pair[0], values[0], cause, remedy="give both the same value, or set only one"))
         return
-    source = chosen[0] if chosen else pair[0]
+    source = set_paths[0] if set_paths else pair[0]
     for path in pair:
         put(tree, path, get(tree, source))
 
@@ -173,8 +175,8 @@ def _shared_by(tree: Tree, size: str) -> int:
     section, megatron = ("engine", "megatron") if section == "data" else (section, f"{section}.megatron")
     if get(tree, f"{section}.strategy") == "megatron":
         return math.prod(_count(get(tree, f"{megatron}.{name}")) or 1 for name in SHARING)
-    of_model = "fsdp_config" if section.startswith("actor_rollout_ref") else "model.fsdp_config"
-    placement = section if section == "engine" else f"{section}.{of_model}"
+    section_name = "fsdp_config" if section.startswith("actor_rollout_ref") else "model.fsdp_config"
+    placement = section if section == "engine" else f"{section}.{section_name}"
     tensor = _count(get(tree, f"{placement}.tensor_parallel_size")) or 1
     return tensor * (_count(get(tree, f"{section}.{_SHARED}")) or 1)
 
@@ -269,7 +271,7 @@ _PROGRAMS_ONLY = (
 """Settings of the rollout that only vLLM and SGLang read."""
 
 
-_OF_TEACHER_ENGINES = (
+_TEACHER_ENGINE_KEYS = (
     "data_parallel_size",
     "expert_parallel_size",
     "gpu_memory_utilization",
@@ -282,7 +284,7 @@ _OF_TEACHER_ENGINES = (
 """Settings of a teacher's engine that one without an engine does not read, beside those of ``_PROGRAMS_ONLY``."""
 
 
-_OF_NATIVE = ("enable_rollout_routing_replay", "keep_sampling_mask")
+_NATIVE_ENGINE_KEYS = ("enable_rollout_routing_replay", "keep_sampling_mask")
 """Settings of the rollout that vLLM and SGLang cannot follow, or follow at several times the cost."""
 
 
@@ -294,7 +296,7 @@ def _fast_engine(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str])
         # Without any key from a command line the settings come from a program, which may have chosen the default.
         if key.section is not RolloutConfig or not explicit or name in explicit or get(tree, "trainer.device") == "cpu":
             continue
-        asks_native = any(get(tree, f"{path}.{setting}") is True for setting in _OF_NATIVE)
+        asks_native = any(get(tree, f"{path}.{setting}") is True for setting in _NATIVE_ENGINE_KEYS)
         if get(tree, name) != keys[name].default or asks_native:
             continue
         if gpus_of_nodes(get(tree, "trainer", {}), get(tree, "ray_kwargs.ray_init")):
@@ -395,7 +397,7 @@ def _engine(
     ignored = [f"{rollout}.{setting}" for setting in _PROGRAMS_ONLY]
     ignored = [path for path in ignored if path in keys and not same(get(tree, path), keys[path].default)]
     if keys[rollout].section is TeacherInferenceConfig and name != "openai":
-        unread = [f"{rollout}.{setting}" for setting in _OF_TEACHER_ENGINES]
+        unread = [f"{rollout}.{setting}" for setting in _TEACHER_ENGINE_KEYS]
         unread = [path for path in unread if not same(get(tree, path), keys[path].default)] + ignored
         if was_set and not same(size, 1):
             unread.insert(0, key)
@@ -443,13 +445,13 @@ def _other_distribution(tree: Tree) -> str | None:
 def _importance_weights(tree: Tree, explicit: Collection[str]) -> list[str]:
     """Weigh samples by default where they come from another distribution than the policy."""
     correction = "algorithm.rollout_correction"
-    reason, chosen = _other_distribution(tree), get(tree, correction)
+    reason, settings = _other_distribution(tree), get(tree, correction)
     key = f"{correction}.rollout_is"
-    if reason is None or not isinstance(chosen, Mapping) or chosen.get("rollout_is") is not None or key in explicit:
+    if reason is None or not isinstance(settings, Mapping) or settings.get("rollout_is") is not None or key in explicit:
         return []
-    if chosen.get("bypass_mode") is True and chosen.get("loss_type") == "ppo_clip":
+    if settings.get("bypass_mode") is True and settings.get("loss_type") == "ppo_clip":
         return []  # the ratio that is clipped is the weight
-    loss = "reinforce" if chosen.get("bypass_mode") is True else get(tree, f"{_ACTOR}.policy_loss.loss_mode")
+    loss = "reinforce" if settings.get("bypass_mode") is True else get(tree, f"{_ACTOR}.policy_loss.loss_mode")
     if loss != "reinforce" and not takes_weights(loss):
         return []  # the rules tell that this gradient is biased
     if loss != "reinforce" and compares_with_rollout(loss):
@@ -499,19 +501,19 @@ def _algorithm(tree: Tree, problems: list[Problem]) -> list[str]:
     if is_in_loss and correction.get("rollout_is_batch_normalize") is True and correction.get("rollout_is") is not None:
         correction = {**correction, "rollout_is_batch_normalize": False}
         put(tree, "algorithm.rollout_correction", correction)
-        chosen, other = ("bypass_mode=true", "false") if bypasses else ("prox_logp_method=loglinear", "recompute")
+        mode, other = ("bypass_mode=true", "false") if bypasses else ("prox_logp_method=loglinear", "recompute")
         remarks.append(
-            f"no effect: algorithm.rollout_correction.rollout_is_batch_normalize (with {chosen} weights are made "
+            f"no effect: algorithm.rollout_correction.rollout_is_batch_normalize (with {mode} weights are made "
             "inside the loss, which sees one micro-batch: their mean, and with it every gradient, would depend on how "
-            f"the batch is cut and dealt to ranks; {chosen.partition('=')[0]}={other} normalises over the whole batch)"
+            f"the batch is cut and dealt to ranks; {mode.partition('=')[0]}={other} normalises over the whole batch)"
         )
-    mode_key = f"{_ACTOR}.policy_loss.loss_mode"
-    mode = get(tree, mode_key)
-    if bypasses and mode not in ("vanilla", BYPASS):
+    loss_key = f"{_ACTOR}.policy_loss.loss_mode"
+    loss = get(tree, loss_key)
+    if bypasses and loss not in ("vanilla", BYPASS):
         key = "algorithm.rollout_correction"
         cause = f"with {key}.bypass_mode=true the loss is {key}.loss_type"
         remedy = "leave it out, or set bypass_mode=false"
-        problems.append(Problem(mode_key, mode, cause, f"vanilla, {BYPASS}", remedy))
+        problems.append(Problem(loss_key, loss, cause, f"vanilla, {BYPASS}", remedy))
     try:
         settings = RolloutCorrectionConfig(**correction)
     except SectionError:
@@ -519,7 +521,7 @@ def _algorithm(tree: Tree, problems: list[Problem]) -> list[str]:
     if not is_in_loss and not settings.weighs_by_response:
         return remarks
     if bypasses:
-        put(tree, mode_key, BYPASS)
+        put(tree, loss_key, BYPASS)
     for section in ("algorithm", f"{_ACTOR}.policy_loss"):
         put(tree, f"{section}.rollout_correction", settings)
     return remarks

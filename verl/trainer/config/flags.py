@@ -149,9 +149,11 @@ def _joined(word: str, rest: Sequence[str]) -> tuple[str, int] | None:
 
 def _unknown_flag(word: str, name: str, value: str, root: type[BaseConfig]) -> Problem:
     """Describe a flag that is a setting, of verl, TRL or OpenRLHF, or nothing; ``value`` is what follows it, if any."""
-    known, key = leaves(root), name.replace("-", "_")
-    ending = [path for path in known if f".{path}".endswith(f".{key}")] or list(filter(None, [nearest(key, [*known])]))
-    remedy = remedy_for(name, yaml.load(value, Loader=yaml_loader()) if value else True, known)
+    all_keys, key = leaves(root), name.replace("-", "_")
+    ending = [path for path in all_keys if f".{path}".endswith(f".{key}")] or list(
+        filter(None, [nearest(key, [*all_keys])])
+    )
+    remedy = remedy_for(name, yaml.load(value, Loader=yaml_loader()) if value else True, all_keys)
     remedy = remedy or " or ".join(f"{path}={value or 'VALUE'}" for path in ending[:MAX_GUESSES])
     cause = "settings are written KEY=VALUE, without dashes" if remedy else "there is no such flag"
     return Problem("", word, cause, remedy=remedy or "--help lists flags and settings")

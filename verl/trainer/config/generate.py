@@ -78,7 +78,7 @@ ENTRIES = (
 )
 
 # Files that change others, under names that public scripts and configurations choose.
-_OF_MEGATRON = """
+_MEGATRON_FILE = """
 # {what}, trained by Megatron.
 defaults:
   - {base}
@@ -86,7 +86,7 @@ defaults:
 
 strategy: megatron
 """
-_OF_VEOMNI = _OF_MEGATRON.replace("by Megatron", "with VeOmni's models").replace(": megatron", ": veomni")
+_VEOMNI_FILE = _MEGATRON_FILE.replace("by Megatron", "with VeOmni's models").replace(": megatron", ": veomni")
 _NOT_YET = """
 # The engine {name}, which is refused with what takes its place.
 defaults:
@@ -150,14 +150,14 @@ trainer:
     lag: 1
 {yaml.safe_dump(ONE_STEP_OFF, sort_keys=False)}""",
     "one_step_off_ppo_megatron_trainer": _RUN_BY_MEGATRON.format(what=_ONE_STEP_OFF, base="one_step_off_ppo_trainer"),
-    "actor/megatron_actor": _OF_MEGATRON.format(what="The policy", base="dp_actor"),
-    "critic/megatron_critic": _OF_MEGATRON.format(what="The value model", base="dp_critic"),
-    "ref/megatron_ref": _OF_MEGATRON.format(what="The frozen reference", base="dp_ref"),
-    "engine/megatron": _OF_MEGATRON.format(what="The model of a supervised run", base="fsdp"),
-    "actor/veomni_actor": _OF_VEOMNI.format(what="The policy", base="dp_actor"),
-    "critic/veomni_critic": _OF_VEOMNI.format(what="The value model", base="dp_critic"),
-    "ref/veomni_ref": _OF_VEOMNI.format(what="The frozen reference", base="dp_ref"),
-    "engine/veomni": _OF_VEOMNI.format(what="The model of a supervised run", base="fsdp"),
+    "actor/megatron_actor": _MEGATRON_FILE.format(what="The policy", base="dp_actor"),
+    "critic/megatron_critic": _MEGATRON_FILE.format(what="The value model", base="dp_critic"),
+    "ref/megatron_ref": _MEGATRON_FILE.format(what="The frozen reference", base="dp_ref"),
+    "engine/megatron": _MEGATRON_FILE.format(what="The model of a supervised run", base="fsdp"),
+    "actor/veomni_actor": _VEOMNI_FILE.format(what="The policy", base="dp_actor"),
+    "critic/veomni_critic": _VEOMNI_FILE.format(what="The value model", base="dp_critic"),
+    "ref/veomni_ref": _VEOMNI_FILE.format(what="The frozen reference", base="dp_ref"),
+    "engine/veomni": _VEOMNI_FILE.format(what="The model of a supervised run", base="fsdp"),
     **{f"engine/{name}": _NOT_YET.format(name=name) for name in ("automodel", "torchtitan")},
     **{f"optim/{name}": _SAME_OPTIMIZER for name in ("automodel", "megatron", "torchtitan", "veomni")},
     "sft_trainer_engine": """
@@ -180,16 +180,16 @@ data:
 
 def files() -> dict[Path, str]:
     """Return the text of every generated YAML file, by its path in the config folder."""
-    made: dict[Path, str] = {Path(f"{name}.yaml"): _NOTE + text for name, text in CHANGED.items()}
+    texts: dict[Path, str] = {Path(f"{name}.yaml"): _NOTE + text for name, text in CHANGED.items()}
     for entry in ENTRIES:
-        made[Path(f"{entry.name}.yaml")] = "\n".join(_entry_lines(entry)) + "\n"
+        texts[Path(f"{entry.name}.yaml")] = "\n".join(_entry_lines(entry)) + "\n"
         for key in iter_keys(entry.root):
             if key.path in entry.groups:
                 assert key.section is not None
                 text = "\n".join([_NOTE, *_heading(key.section), *_lines(key.section, key.default)]) + "\n"
                 path = Path(f"{entry.groups[key.path]}.yaml")
-                assert made.setdefault(path, text) == text, f"{path} would hold two different things"
-    return made
+                assert texts.setdefault(path, text) == text, f"{path} would hold two different things"
+    return texts
 
 
 def _entry_lines(entry: Entry) -> Iterator[str]:

@@ -410,7 +410,7 @@ RETIRED: tuple[Retired, ...] = (
 FREE_SECTIONS = ("override_transformer_config", "override_optimizer_config")
 """Keys that hold entries of any name; those of ``FREE_ENTRIES`` are judged like keys, and taken out."""
 
-_OF_SIZES = ("sequence_parallel", "context_parallel_size", "use_distributed_optimizer")
+_SIZE_KEYS = ("sequence_parallel", "context_parallel_size", "use_distributed_optimizer")
 _OPTIMIZER_MEMORY = (
     *("overlap_cpu_optimizer_d2h_h2d", "use_torch_optimizer_for_cpu_offload", "pin_cpu_grads", "pin_cpu_params"),
 )
@@ -426,7 +426,7 @@ FREE_ENTRIES: tuple[Retired, ...] = (
         for name, why in IDLE.items()
         for retired in _told(why, _entries("override_transformer_config", (name,)))
     ),
-    *_told("the section `megatron` has a key of this name", _entries("override_transformer_config", _OF_SIZES)),
+    *_told("the section `megatron` has a key of this name", _entries("override_transformer_config", _SIZE_KEYS)),
     *_refused(
         "the model is built as its Hugging Face config says; leave it out",
         {"*override_transformer_config.normalization": "RMSNorm", "*override_transformer_config.swiglu": True},

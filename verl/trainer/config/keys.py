@@ -84,8 +84,8 @@ class Key:
         if not self.follows:
             return ""
         values = {name: object() for name in config_fields(self.owner)}
-        asked = self.field.get_default(call_default_factory=True, validated_data=values)
-        name = next((name for name, value in values.items() if value is asked), "")
+        default = self.field.get_default(call_default_factory=True, validated_data=values)
+        name = next((name for name, value in values.items() if value is default), "")
         return self.path.removesuffix(self.name) + name if name else ""
 
     @cached_property
@@ -140,15 +140,15 @@ def _keys_of_named(path: str, owner: type[BaseConfig], section: type[BaseConfig]
 def added_sections(root: type[BaseConfig], settings: Mapping[str, Any]) -> dict[str, Key]:
     """Map dotted path to key, of sections that only the user named (one more teacher): each, and what is below it."""
     added: dict[str, Key] = {}
-    known = keys_of(root)
-    for path, key in known.items():
+    known_keys = keys_of(root)
+    for path, key in known_keys.items():
         named, items = named_section_of(key.field), get(settings, path)
         if named is None or not isinstance(items, Mapping):
             continue
         for name in items:
-            if f"{path}.{name}" not in known and "." not in name:
-                of_name = _keys_of_named(f"{path}.{name}", key.owner, named, defaults_of(named))
-                added |= {below.path: below for below in of_name}
+            if f"{path}.{name}" not in known_keys and "." not in name:
+                section_keys = _keys_of_named(f"{path}.{name}", key.owner, named, defaults_of(named))
+                added |= {below.path: below for below in section_keys}
     return added
 
 
@@ -277,12 +277,12 @@ def plain(value: object) -> Any:
     return value
 
 
-def same(one: object, other: object) -> bool:
+def same(first: object, second: object) -> bool:
     """Compare two settings: a tuple equals a list, a single value a list of one; True does not equal 1."""
-    one, other = plain(one), plain(other)
-    if isinstance(one, list) != isinstance(other, list):
-        one, other = (item if isinstance(item, list) else [item] for item in (one, other))
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
+    first, second = plain(first), plain(second)
+    if isinstance(first, list) != isinstance(second, list):
+        first, second = (item if isinstance(item, list) else [item] for item in (first, second))
+    return first == second and isinstance(first, bool) == isinstance(second, bool)
 
 
 _MISSING = object()
@@ -318,7 +318,7 @@ def drop(tree: Tree, path: str) -> Any:
     return value
 
 
-def nearest(path: str, known: list[str]) -> str | None:
+def nearest(path: str, known_paths: list[str]) -> str | None:
     """Return the known key that ``path`` most likely means.
 
     Candidates in this order: a key that ends in ``path``, a similar name in the same section, the same name in
@@ -329,13 +329,13 @@ def nearest(path: str, known: list[str]) -> str | None:
     def closest(candidates: list[str], cutoff: float) -> str | None:
         return next(iter(difflib.get_close_matches(path, candidates, n=1, cutoff=cutoff)), None)
 
-    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    siblings = {key.rpartition(".")[2]: key for key in known_paths if key.rpartition(".")[0] == section}
     similar = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
     return (
-        closest([key for key in known if key.endswith("." + path)], 0.0)
+        closest([key for key in known_paths if key.endswith("." + path)], 0.0)
         or (siblings[similar[0]] if similar else None)
-        or closest([key for key in known if key.rpartition(".")[2] == name], 0.0)
-        or closest(known, 0.75)
+        or closest([key for key in known_paths if key.rpartition(".")[2] == name], 0.0)
+        or closest(known_paths, 0.75)
     )
 
 
@@ -384,10 +384,10 @@ def keys_named(text: str, root: type[BaseConfig]) -> list[str]:
     """
     if text.partition("\n")[0].endswith("in the configuration:"):  # a report, which has the whole keys
         return []
-    known = keys_of(root).keys()
+    all_paths = keys_of(root).keys()
     paths: dict[str, None] = {}
     for name in dict.fromkeys(_SETTING.findall(text)):
-        longer = [path for path in known if path.endswith(f".{name}")]
-        if name not in known and len(longer) <= _MAX_LONGER_NAMES and not any(path in text for path in longer):
+        longer = [path for path in all_paths if path.endswith(f".{name}")]
+        if name not in all_paths and len(longer) <= _MAX_LONGER_NAMES and not any(path in text for path in longer):
             paths |= dict.fromkeys(sorted(longer))
     return list(paths)

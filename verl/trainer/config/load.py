@@ -243,13 +243,13 @@ def _with_subclasses(
         for name in names:
             above.append(above[-1][name])
         try:
-            made: Any = cls(**{name: above[-1][name] for name in above[-1]}, **added)
+            section_object: Any = cls(**{name: above[-1][name] for name in above[-1]}, **added)
         except ConfigError as error:
             problems.append(Problem(f"{path}._target_", f"{cls.__module__}.{cls.__qualname__}", str(error)))
             continue
         for section, name in zip(reversed(above[:-1]), reversed(names), strict=True):
-            made = dataclasses.replace(section, **{name: made})
-        config = made
+            section_object = dataclasses.replace(section, **{name: section_object})
+        config = section_object
     return config
 
 

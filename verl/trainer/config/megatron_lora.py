@@ -47,7 +47,7 @@ LATENT_LAYERS: Mapping[str, tuple[str, ...]] = {
 """The same, of multi-head latent attention, which has them in place of :data:`NOT_LATENT`."""
 NOT_LATENT = ("linear_qkv", "linear_q", "linear_k", "linear_v")
 
-_OF_EXPERTS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
+_EXPERT_WEIGHTS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
 """Layer of megatron-core → the weight of all experts of a layer in Transformers."""
 
 
@@ -60,24 +60,24 @@ def settings_of(section: str, path: object, lora: Mapping[str, object]) -> tuple
         lora: the section ``lora``, with a ``rank``.
     """
     values = {name: lora.get(name, default) for name, default in DEFAULTS.items()}
-    of_model = config_entries(Path(path).expanduser()) if isinstance(path, str) and "${" not in path else {}
-    experts = ExpertSizes.from_config(SimpleNamespace(**of_model))
+    fields = config_entries(Path(path).expanduser()) if isinstance(path, str) and "${" not in path else {}
+    experts = ExpertSizes.from_config(SimpleNamespace(**fields))
     has_others = experts is None or experts.shared_width > 0 or not all(experts.sparse)
-    is_latent = of_model.get("kv_lora_rank") is not None
+    is_latent = fields.get("kv_lora_rank") is not None
     settings: dict[str, object] = {"lora_rank": lora["rank"], "lora_alpha": values["alpha"]}
     problems: list[Problem] = []
     weights: dict[str, None] = {}
     for key in ("target_modules", "exclude_modules"):
         names: dict[str, None] = {}
-        chosen = values[key]
-        for name in [chosen] if isinstance(chosen, str) else list(chosen or ()):  # type: ignore[call-overload]
+        patterns = values[key]
+        for name in [patterns] if isinstance(patterns, str) else list(patterns or ()):  # type: ignore[call-overload]
             if is_latent and name in NOT_LATENT:
-                cause = f"{of_model.get('model_type')} has latent attention, without this layer"
+                cause = f"{fields.get('model_type')} has latent attention, without this layer"
                 allowed = ", ".join((*LATENT_LAYERS, *(layer for layer in LAYERS if layer not in NOT_LATENT)))
                 remedy = f"set {section}.lora.{key}=[linear_q_up_proj,linear_kv_up_proj,linear_proj]"
                 problems.append(Problem(f"{section}.lora.{key}", name, cause, allowed, remedy))
-            elif key == "target_modules" and experts is not None and name in _OF_EXPERTS:
-                weights[_OF_EXPERTS[name]] = None
+            elif key == "target_modules" and experts is not None and name in _EXPERT_WEIGHTS:
+                weights[_EXPERT_WEIGHTS[name]] = None
                 names |= dict.fromkeys(LAYERS[name] if has_others else ())
             elif "*" in str(name):
                 cause = "patterns of megatron-core's names are not translated"

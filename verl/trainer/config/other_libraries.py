@@ -33,18 +33,18 @@ class OtherName:
     values: Mapping[Any, Mapping[str, object]] | None = None
     note: str = ""
 
-    def keys_of(self, known: Collection[str]) -> list[str]:
+    def keys_of(self, command_keys: Collection[str]) -> list[str]:
         """Return our keys of a command, given all keys that it has; empty if the command has none of them."""
-        chosen = [_chosen(alternatives, known) for alternatives in self.keys]
-        return chosen if all(chosen) else []
+        keys = [_first_present(alternatives, command_keys) for alternatives in self.keys]
+        return keys if all(keys) else []
 
-    def settable(self, known: Collection[str]) -> bool:
+    def settable(self, command_keys: Collection[str]) -> bool:
         """Return whether a command with these keys has a setting for it."""
         if self.values is not None:
-            return all(_chosen(key, known) for ours in self.values.values() for key in ours)
-        return bool(self.keys_of(known))
+            return all(_first_present(key, command_keys) for settings in self.values.values() for key in settings)
+        return bool(self.keys_of(command_keys))
 
-    def settings(self, value: object, known: Collection[str], library: str = "TRL") -> dict[str, object]:
+    def settings(self, value: object, command_keys: Collection[str], library: str = "TRL") -> dict[str, object]:
         """Convert a value to our settings, by key.
 
         Raises:
@@ -53,39 +53,45 @@ class OtherName:
         shown = f"{self.name}={value!r}"
         if self.values is not None:
             # Of the same type too: 1 equals True.
-            same = (ours for theirs, ours in self.values.items() if type(theirs) is type(value) and theirs == value)
+            same = (
+                setting
+                for other_value, setting in self.values.items()
+                if type(other_value) is type(value) and other_value == value
+            )
             if (listed := next(same, None)) is None:
                 offered = ", ".join(map(repr, self.values))
                 raise ConfigError(
                     f"{shown} of {library} has no counterpart here. Known: {offered}. {self.note}".rstrip()
                 )
-            return {_chosen(key, known): ours for key, ours in listed.items()}
-        keys = self.keys_of(known)
+            return {_first_present(key, command_keys): setting for key, setting in listed.items()}
+        keys = self.keys_of(command_keys)
         if not keys:
             raise ConfigError(f"{shown}: {self.note or 'this command has no such setting; leave it out'}")
         try:
             values = [value] if self.convert is None else self.convert(value)
         except (TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{shown}: this value cannot be used ({error}). Set {self.describe(known)}.") from error
-        return {key: ours for key, ours in zip(keys, values, strict=True) if ours is not UNSET}
+            raise ConfigError(
+                f"{shown}: this value cannot be used ({error}). Set {self.describe(command_keys)}."
+            ) from error
+        return {key: setting for key, setting in zip(keys, values, strict=True) if setting is not UNSET}
 
-    def describe(self, known: Collection[str] | None = None) -> str:
-        """Say what to set here, in one line; ``known`` are the keys of the command, None names all alternatives."""
+    def describe(self, command_keys: Collection[str] | None = None) -> str:
+        """Say what to set here, in one line; ``command_keys`` are the keys that the command has, None names all alternatives."""
         if self.values is not None:
-            text = "; ".join(self.values_in_words()) if known is None or self.settable(known) else ""
+            text = "; ".join(self.values_in_words()) if command_keys is None or self.settable(command_keys) else ""
         else:
-            keys = list(self.keys) if known is None else self.keys_of(known)
+            keys = list(self.keys) if command_keys is None else self.keys_of(command_keys)
             text = " and ".join(key.replace(" ", " or ") for key in keys)
         return " ".join(part for part in (text, f"({self.note})" if text and self.note else self.note) if part)
 
     def values_in_words(self) -> list[str]:
         """Say for each value of the other library what to set here."""
-        return [f"{_word(theirs)}: {_pairs(ours)}" for theirs, ours in (self.values or {}).items()]
+        return [f"{_word(other_value)}: {_pairs(settings)}" for other_value, settings in (self.values or {}).items()]
 
 
-def _chosen(alternatives: str, known: Collection[str]) -> str:
+def _first_present(alternatives: str, command_keys: Collection[str]) -> str:
     """Return the first of several keys that a command has, or an empty text; ``key[i]`` is an item of a key."""
-    return next((key for key in alternatives.split() if key.partition("[")[0] in known), "")
+    return next((key for key in alternatives.split() if key.partition("[")[0] in command_keys), "")
 
 
 class _Unset:
@@ -507,8 +513,8 @@ OPENRLHF: tuple[OtherName, ...] = (
     *_FLAT,
     *_with_sections(),
     *(
-        OtherName(f"ds.lora.{name}", (_of_model(ours),))
-        for name, ours in (("rank", "lora_rank"), ("alpha", "lora_alpha"))
+        OtherName(f"ds.lora.{name}", (_of_model(new_name),))
+        for name, new_name in (("rank", "lora_rank"), ("alpha", "lora_alpha"))
     ),
     OtherName("ds.lora.target_modules", (_of_model("target_modules"),)),
     OtherName("actor.loss_agg_mode", (_AGGREGATION,)),
@@ -575,7 +581,7 @@ def lines_about(word: str) -> list[str]:
     return [f"{what} becomes, by its value{note}", *(f"  {value}" for value in entry.values_in_words())]
 
 
-def remedy_for(word: str, value: object, known: Collection[str]) -> str:
+def remedy_for(word: str, value: object, command_keys: Collection[str]) -> str:
     """Say what to set in place of a name of another library with its value; empty for an unknown name.
 
     >>> remedy_for("lambd", 0.95, {"algorithm.lam"})
@@ -585,8 +591,8 @@ def remedy_for(word: str, value: object, known: Collection[str]) -> str:
         return ""
     library, entry = match
     try:
-        ours = entry.settings(value, known, library)
+        settings = entry.settings(value, command_keys, library)
     except ConfigError:
-        return f"{entry.name} of {library}: {entry.describe(known) or entry.describe()}"
+        return f"{entry.name} of {library}: {entry.describe(command_keys) or entry.describe()}"
     note = f" ({entry.note})" if entry.note else ""
-    return f"{entry.name} of {library}: {f'set {_pairs(ours)}' if ours else 'leave it out'}{note}"
+    return f"{entry.name} of {library}: {f'set {_pairs(settings)}' if settings else 'leave it out'}{note}"

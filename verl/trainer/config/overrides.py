@@ -79,17 +79,17 @@ def settings_of(overrides: Iterable[str], folders: Iterable[Path] = ()) -> Tree:
 
 def takes_text(path: str, root: type[BaseConfig]) -> bool:
     """Return whether a key, or the key of another spelling, takes a text or a list of texts, and nothing else."""
-    known = keys_of(root)
+    keys = keys_of(root)
     paths = (
         [path]
-        if path in known
+        if path in keys
         else [
             alias.new + path.removeprefix(alias.old)
             for alias in (*ALIASES, *RELEASE_ALIASES)
             if path == alias.old or path.startswith(f"{alias.old}.")
         ]
     )
-    return any(known[name].takes_text_only for name in paths if name in known)
+    return any(keys[name].takes_text_only for name in paths if name in keys)
 
 
 def override_problems(overrides: Sequence[str], root: type[BaseConfig]) -> list[Problem]:

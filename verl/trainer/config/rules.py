@@ -101,19 +101,19 @@ def router_replay(config: PPOConfig) -> Problems:
 
 def dynamic_sampling(config: PPOConfig) -> Problems:
     """Dynamic sampling has a metric to compare, several responses per prompt, and scores in time."""
-    chosen, data, key = config.algorithm.filter_groups, config.data, "algorithm.filter_groups.metric"
-    if not chosen.enable:
+    filtering, data, key = config.algorithm.filter_groups, config.data, "algorithm.filter_groups.metric"
+    if not filtering.enable:
         if data.gen_batch_size not in (None, data.train_batch_size):
             cause = "more prompts than a step trains on are only sampled with dynamic sampling"
             remedy = "leave it null, or set algorithm.filter_groups.enable=true"
             yield Problem("data.gen_batch_size", data.gen_batch_size, cause, remedy=remedy)
         return
-    if chosen.metric is None:
+    if filtering.metric is None:
         remedy = f"set {key}=seq_reward, or acc if the reward function returns it"
         yield Problem(key, None, "dynamic sampling must know what has to differ", remedy=remedy)
-    if chosen.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+    if filtering.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
         cause = "with algorithm.use_kl_in_reward=true all final rewards differ, and nothing is filtered"
-        yield Problem(key, chosen.metric, cause, "seq_reward, score, acc", f"set {key}=seq_reward")
+        yield Problem(key, filtering.metric, cause, "seq_reward, score, acc", f"set {key}=seq_reward")
     if config.reward_model.launch_reward_fn_async:
         cause = "dynamic sampling needs the scores before it goes on"
         yield Problem("reward_model.launch_reward_fn_async", True, cause, "false")
@@ -139,10 +139,10 @@ def judge(config: PPOConfig) -> Problems:
         cause = "the judge and the policy, which computes log-probs meanwhile, share their ranks"
         remedy = "set it to false, or reward_model.enable_resource_pool=true"
         yield Problem("reward_model.launch_reward_fn_async", True, cause, "false", remedy)
-    if model.reward_format == "llm_judge" and (asked := model.scorer_kwargs.get("base_url")):
+    if model.reward_format == "llm_judge" and (base_url := model.scorer_kwargs.get("base_url")):
         cause = f"reward_model.rollout.name={served.rollout.name} serves a judge in this run, and this one is asked"
         remedy = "leave it out to ask the judge of the run, or set reward_model.enable=false"
-        yield Problem("reward_model.scorer_kwargs.base_url", asked, cause, remedy=remedy)
+        yield Problem("reward_model.scorer_kwargs.base_url", base_url, cause, remedy=remedy)
     if model.reward_format == "llm_judge" and model.scorer_kwargs.get("read") == "yes_probability":
         cause = "the judge of the run gives no probabilities of tokens that it did not draw"
         yield Problem("reward_model.scorer_kwargs.read", "yes_probability", cause, "regex, json")
@@ -172,13 +172,13 @@ def critic_warmup(config: PPOConfig) -> Problems:
 def engines(config: PPOConfig | SupervisedConfig) -> Problems:
     """Groups of ranks divide the ranks, their sequences the heads of the model; fp16 stores nothing that is trained."""
     policy = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
-    of_policy = policy.path, config.trainer.ranks
+    policy_placement = policy.path, config.trainer.ranks
     sections: dict[str, tuple[FSDPEngineConfig, str, int]] = {}
     if isinstance(config, PPOConfig):
         roles, model = config.actor_rollout_ref, config.reward_model
-        sections["actor_rollout_ref.actor.fsdp_config"] = (roles.actor.fsdp_config, *of_policy)
+        sections["actor_rollout_ref.actor.fsdp_config"] = (roles.actor.fsdp_config, *policy_placement)
         if need_reference_policy(config):
-            sections["actor_rollout_ref.ref.fsdp_config"] = (roles.ref.fsdp_config, *of_policy)
+            sections["actor_rollout_ref.ref.fsdp_config"] = (roles.ref.fsdp_config, *policy_placement)
         if needs_critic(config):
             critic = config.critic.model
             sections["critic.model.fsdp_config"] = (critic.fsdp_config, critic.path, config.trainer.ranks)
@@ -186,7 +186,7 @@ def engines(config: PPOConfig | SupervisedConfig) -> Problems:
             ranks = model.nnodes * model.n_gpus_per_node if model.enable_resource_pool else config.trainer.ranks
             sections["reward_model.model.fsdp_config"] = (model.model.fsdp_config, model.model.path, ranks)
     else:
-        sections["engine"] = (config.engine, *of_policy)
+        sections["engine"] = (config.engine, *policy_placement)
     problems: list[Problem] = []
     for name, (engine, path, ranks) in sections.items():
         if engine.strategy == "megatron":  # see rules_megatron

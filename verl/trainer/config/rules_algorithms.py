@@ -47,7 +47,11 @@ def broken_algorithm_rules(config: Any, data_only: bool = False) -> list[Problem
     if data_only:
         rules = (order_of_rows,) if isinstance(config, PPOConfig) else ()
     problems = [problem for rule in rules for problem in rule(config)]
-    if not data_only and isinstance(config, PPOConfig | SupervisedConfig) and all(one.advice for one in problems):
+    if (
+        not data_only
+        and isinstance(config, PPOConfig | SupervisedConfig)
+        and all(problem.advice for problem in problems)
+    ):
         problems += own_checkpoints(config)  # a model that is misspelt is no other model
     return problems
 
@@ -148,10 +152,10 @@ def rewards(config: PPOConfig) -> Problems:
         except ConfigError as error:
             remedy = "use a known one, or your own with reward_manager.source=importlib"
             yield Problem("reward_manager.name", manager.name, str(error), remedy=remedy)
-    known = sorted({*FORMATS, *SCORERS.names()})
+    formats = sorted({*FORMATS, *SCORERS.names()})
     if model.reward_format is not None and model.reward_format not in FORMATS and model.reward_format not in SCORERS:
-        cause = f"there is no such scorer.{suggest(model.reward_format, known)}"
-        yield Problem("reward_model.reward_format", model.reward_format, cause, ", ".join(known))
+        cause = f"there is no such scorer.{suggest(model.reward_format, formats)}"
+        yield Problem("reward_model.reward_format", model.reward_format, cause, ", ".join(formats))
     if model.reward_format is not None and config.custom_reward_function.path is not None:
         cause = f"custom_reward_function.path={config.custom_reward_function.path} scores all rows already"
         yield Problem("reward_model.reward_format", model.reward_format, cause, remedy="keep one of the two")
@@ -183,9 +187,9 @@ def optimizers(config: PPOConfig | SupervisedConfig) -> Problems:
         if needs_critic(config):
             trained.append(("critic.", "critic.strategy", critic.strategy, critic.optim))
     for section, key, strategy, optim in trained:
-        known = {name: value for name, value in vars(torch.optim).items() if isinstance(value, type)}
-        if optim.optimizer_impl == "torch.optim" and optim.optimizer not in known:
-            cause = f"torch.optim has no such class.{suggest(optim.optimizer, [*known])}"
+        classes = {name: value for name, value in vars(torch.optim).items() if isinstance(value, type)}
+        if optim.optimizer_impl == "torch.optim" and optim.optimizer not in classes:
+            cause = f"torch.optim has no such class.{suggest(optim.optimizer, [*classes])}"
             yield Problem(f"{section}optim.optimizer", optim.optimizer, cause, "AdamW, Muon, SGD ...")
         package = optim.optimizer_impl.partition(".")[0]
         if package not in sys.modules and not (package.isidentifier() and importlib.util.find_spec(package)):

@@ -70,13 +70,13 @@ def asynchronous(config: PPOConfig) -> Iterator[Problem]:
 def _warmup(config: PPOConfig, plan: AsyncPlan) -> Iterator[Problem]:
     """Say that fewer batches start ahead than asked for, if the bound on the age of samples allows no more."""
     name = "colocate_async" if plan.mode == "colocated" else "separate_async"
-    asked = config.trainer.v1[name].num_warmup_batches
-    if asked > plan.warmup_batches:
-        least = asked + plan.sync_every - 1
+    warmup_batches = config.trainer.v1[name].num_warmup_batches
+    if warmup_batches > plan.warmup_batches:
+        least = warmup_batches + plan.sync_every - 1
         key = "trainer.v1.sampler.max_off_policy_threshold"
         cause = f"{key}={plan.bound} lets {plan.warmup_batches} batches start ahead, and so many do"
-        remedy = f"set {key}={least} for all {asked}, or lower this"
-        yield Problem(f"trainer.v1.{name}.num_warmup_batches", asked, cause, remedy=remedy, advice=True)
+        remedy = f"set {key}={least} for all {warmup_batches}, or lower this"
+        yield Problem(f"trainer.v1.{name}.num_warmup_batches", warmup_batches, cause, remedy=remedy, advice=True)
 
 
 def described_mode(config: PPOConfig) -> list[str]:
@@ -133,17 +133,17 @@ def _replay_elsewhere(folder: str | None) -> Iterator[Problem]:
 def _separate(config: PPOConfig, plan: AsyncPlan) -> Iterator[Problem]:
     """Check the sizes and the placement of a run whose samples are drawn on other ranks."""
     mini_batch, pieces = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.trainer.v1.separate_async
-    wanted = pieces.parameter_sync_step * mini_batch
-    if plan.batch_prompts != wanted:
+    prompts = pieces.parameter_sync_step * mini_batch
+    if plan.batch_prompts != prompts:
         key = "trainer.v1.separate_async.parameter_sync_step"
         cause = (
             f"a step trains on {key}={pieces.parameter_sync_step} mini-batches of ppo_mini_batch_size={mini_batch} "
-            f"prompts each, and {plan.batch_prompts} is not {pieces.parameter_sync_step} x {mini_batch} = {wanted}"
+            f"prompts each, and {plan.batch_prompts} is not {pieces.parameter_sync_step} x {mini_batch} = {prompts}"
         )
-        remedy = f"set data.train_batch_size={wanted}"
+        remedy = f"set data.train_batch_size={prompts}"
         if plan.batch_prompts % mini_batch == 0:
             remedy += f", or {key}={plan.batch_prompts // mini_batch}"
-        yield Problem("data.train_batch_size", plan.batch_prompts, cause, str(wanted), remedy)
+        yield Problem("data.train_batch_size", plan.batch_prompts, cause, str(prompts), remedy)
     if plan.bound is not None and plan.sync_every > plan.bound + 1:
         key, sampler = "trainer.async.sync_every", "trainer.v1.sampler.max_off_policy_threshold"
         cause = (

@@ -59,9 +59,11 @@ def distillation(config: PPOConfig) -> Problems:
 
 def _without_rewards(config: PPOConfig) -> Problems:
     """No critic is trained, and no samples are lost, for advantages from which nothing is learnt."""
-    of_itself = config.distillation.is_self_distillation  # whose template may show the best of several responses
+    is_self_distillation = (
+        config.distillation.is_self_distillation
+    )  # whose template may show the best of several responses
     unread = f"{LOSS}.use_task_rewards=false: the policy learns from the teacher alone"
-    if config.algorithm.filter_groups.enable and not of_itself:
+    if config.algorithm.filter_groups.enable and not is_self_distillation:
         cause = f"{unread}, to which equal scores of the responses of a prompt make no difference, and samples are lost"
         yield Problem("algorithm.filter_groups.enable", True, cause, "false", advice=True)
     if needs_critic(config):
@@ -76,13 +78,15 @@ def _without_rewards(config: PPOConfig) -> Problems:
 
 def _of_itself(config: PPOConfig) -> Problems:
     """The policy has an average of its weights where that is the teacher, and its template can be read."""
-    own, key = config.distillation.self_distillation, "distillation.self_distillation"
+    settings, key = config.distillation.self_distillation, "distillation.self_distillation"
     strategy = config.actor_rollout_ref.actor.strategy
-    if own.weights != "policy" and strategy == "megatron":
+    if settings.weights != "policy" and strategy == "megatron":
         cause = "strategy=megatron keeps no second set of the policy's weights"
-        yield Problem(f"{key}.weights", own.weights, cause, "policy", "or set actor.strategy=fsdp2")
-    if own.template_path is not None and not Path(own.template_path).expanduser().is_file():
-        yield Problem(f"{key}.template_path", own.template_path, "there is no such file", remedy="name the Jinja file")
+        yield Problem(f"{key}.weights", settings.weights, cause, "policy", "or set actor.strategy=fsdp2")
+    if settings.template_path is not None and not Path(settings.template_path).expanduser().is_file():
+        yield Problem(
+            f"{key}.template_path", settings.template_path, "there is no such file", remedy="name the Jinja file"
+        )
     if not config.data.return_raw_chat:
         cause = f"{key}.enabled=true reads the messages of the prompts"
         yield Problem("data.return_raw_chat", False, cause, "true")

@@ -110,22 +110,22 @@ def _rounded_adapters(rollout: RolloutConfig, device: str) -> Iterator[Problem]:
 
 
 def most_likely_tokens(
-    path: str, engine: RolloutConfig | TeacherInferenceConfig, asked: int, asks: str
+    path: str, engine: RolloutConfig | TeacherInferenceConfig, count: int, asks: str
 ) -> Iterator[Problem]:
-    """vLLM may tell as many of the most likely tokens as the engine of the section ``path`` is asked for.
+    """Check that vLLM may return as many of the most likely tokens as the engine of the section ``path`` needs.
 
     Args:
-        path: of the engine's section.
+        path: key of the engine's section.
         engine: its settings.
-        asked: number of most likely tokens.
+        count: number of most likely tokens.
         asks: settings that ask for them.
     """
     arguments = engine.engine_kwargs.get("vllm") if engine.name == "vllm" else None
     most = arguments.get("max_logprobs") if isinstance(arguments, Mapping) else None
-    if isinstance(most, int) and 0 <= most < asked:  # -1 is no limit
-        cause = f"{asks} asks for the {asked} most likely tokens"
-        remedy = f"leave it out: vllm is then given {max(asked, VLLM_MAX_LOGPROBS)}"
-        yield Problem(f"{path}.engine_kwargs.vllm.max_logprobs", most, cause, f"-1, >= {asked}", remedy)
+    if isinstance(most, int) and 0 <= most < count:  # -1 is no limit
+        cause = f"{asks} asks for the {count} most likely tokens"
+        remedy = f"leave it out: vllm is then given {max(count, VLLM_MAX_LOGPROBS)}"
+        yield Problem(f"{path}.engine_kwargs.vllm.max_logprobs", most, cause, f"-1, >= {count}", remedy)
 
 
 def speed(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
@@ -163,39 +163,39 @@ class _PlacedEngine(NamedTuple):
 
 
 def _engines(config: PPOConfig | GenerationConfig) -> Iterator[_PlacedEngine]:
-    of_trainer = "trainer.n_gpus_per_node", config.trainer.n_gpus_per_node, config.trainer.nnodes
+    trainer_ranks = "trainer.n_gpus_per_node", config.trainer.n_gpus_per_node, config.trainer.nnodes
     if isinstance(config, GenerationConfig):
-        yield _PlacedEngine("rollout", config.rollout, config.model.path, *of_trainer)
+        yield _PlacedEngine("rollout", config.rollout, config.model.path, *trainer_ranks)
         return
     roles = config.actor_rollout_ref
-    of_pool = "actor_rollout_ref.rollout.n_gpus_per_node", roles.rollout.n_gpus_per_node, roles.rollout.nnodes
-    ranks = of_trainer if roles.hybrid_engine else of_pool
+    pool_ranks = "actor_rollout_ref.rollout.n_gpus_per_node", roles.rollout.n_gpus_per_node, roles.rollout.nnodes
+    ranks = trainer_ranks if roles.hybrid_engine else pool_ranks
     yield _PlacedEngine("actor_rollout_ref.rollout", roles.rollout, roles.model.path, *ranks)
     if config.judge is not None:
         reward = config.reward_model
-        of_pool = "reward_model.n_gpus_per_node", reward.n_gpus_per_node, reward.nnodes
-        ranks = of_pool if reward.enable_resource_pool else of_trainer
+        pool_ranks = "reward_model.n_gpus_per_node", reward.n_gpus_per_node, reward.nnodes
+        ranks = pool_ranks if reward.enable_resource_pool else trainer_ranks
         yield _PlacedEngine("reward_model.rollout", config.judge.rollout, reward.model.path, *ranks)
     section = config.distillation
     for name, teacher in section.teachers.items() if section.enabled else ():
         if teacher.inference.is_engine and teacher.model_path is not None:
             path, settings = f"distillation.teacher_models.{name}.inference", teacher.inference.rollout()
-            of_pool = "distillation.n_gpus_per_node", section.n_gpus_per_node, section.nnodes
-            yield _PlacedEngine(path, settings, teacher.model_path, *(of_pool if section.ranks else of_trainer))
+            pool_ranks = "distillation.n_gpus_per_node", section.n_gpus_per_node, section.nnodes
+            yield _PlacedEngine(path, settings, teacher.model_path, *(pool_ranks if section.ranks else trainer_ranks))
 
 
 def _of_machines(engine: _PlacedEngine) -> Iterator[Problem]:
     rollout, ranks = engine.settings, engine.ranks_per_node
     key, size, tensor = f"{engine.path}.tensor_model_parallel_size", rollout.ranks_per_engine, PARALLEL_SIZES[0]
-    others = size // rollout[tensor]
+    other_sizes = size // rollout[tensor]
     fitting = [n for n in range(1, ranks + 1) if ranks % n == 0]
     fitting += [ranks * n for n in range(2, engine.nodes + 1) if engine.nodes % n == 0]
     if size not in fitting:
-        shared = "" if others == 1 else f" ({size} with the other sizes)"
+        shared = "" if other_sizes == 1 else f" ({size} with the other sizes)"
         cause = f"so many ranks{shared} share an engine, and it does not divide {engine.ranks_key}={ranks}"
         if engine.nodes > 1:
             cause += f", nor is it that of 2 or more of {engine.nodes} nodes, divided evenly"
-        allowed = ", ".join(str(n // others) for n in fitting if n % others == 0)
+        allowed = ", ".join(str(n // other_sizes) for n in fitting if n % other_sizes == 0)
         remedy = f"set {key}=1, where the model fits on one device"
         yield Problem(key, rollout[tensor], cause, allowed or "fewer ranks in the other sizes", remedy)
 

@@ -132,25 +132,25 @@ def tokenizer(config: PPOConfig | SupervisedConfig) -> Problems:
 
 def own_code(config: PPOConfig | SupervisedConfig | EvalConfig) -> Problems:
     """Files of the user's own code exist and define the class or function that is named."""
-    wanted: list[tuple[str, str | None, str, str | None]] = []
+    code_keys: list[tuple[str, str | None, str, str | None]] = []
     if isinstance(config, (PPOConfig, EvalConfig)):
         function = config.custom_reward_function
-        wanted.append(("custom_reward_function.path", function.path, "custom_reward_function.name", function.name))
+        code_keys.append(("custom_reward_function.path", function.path, "custom_reward_function.name", function.name))
     if isinstance(config, (PPOConfig, SupervisedConfig)):
         cls = config.data.custom_cls
-        wanted.append(("data.custom_cls.path", cls.path, "data.custom_cls.name", cls.name))
+        code_keys.append(("data.custom_cls.path", cls.path, "data.custom_cls.name", cls.name))
     if isinstance(config, PPOConfig):
         sampler, manager = config.data.sampler, config.reward_manager
-        wanted.append(("data.sampler.class_path", sampler.class_path, "data.sampler.class_name", sampler.class_name))
+        code_keys.append(("data.sampler.class_path", sampler.class_path, "data.sampler.class_name", sampler.class_name))
         datagen = config.data.datagen
-        wanted.append(("data.datagen.path", datagen.path, "data.datagen.name", datagen.name))
+        code_keys.append(("data.datagen.path", datagen.path, "data.datagen.name", datagen.name))
         if manager.source == "importlib":
             module = manager.module
-            wanted.append(("reward_manager.module.path", module.path, "reward_manager.name", manager.name))
+            code_keys.append(("reward_manager.module.path", module.path, "reward_manager.name", manager.name))
             if module.path is None:
                 remedy = "set it to the file of your class, or set reward_manager.source=register"
                 yield Problem("reward_manager.module.path", None, "it must be set with source=importlib", remedy=remedy)
-    for path_key, path, name_key, name in wanted:
+    for path_key, path, name_key, name in code_keys:
         if path is not None:
             yield from _code(path_key, path, name_key, name)
 

@@ -153,13 +153,13 @@ def _latent_adapters(held: _Held) -> Problems:
     model, fields = held.model, model_files.config_entries(Path(held.config_path).expanduser())
     if model.lora_rank == 0 or fields.get("kv_lora_rank") is None or isinstance(model.exclude_modules, str):
         return
-    whole = ["kv_a_proj_with_mqa", *(["q_a_proj"] if fields.get("q_lora_rank") else [])]
+    latent_layers = ["kv_a_proj_with_mqa", *(["q_a_proj"] if fields.get("q_lora_rank") else [])]
     targets, excluded = model.target_modules, set(model.exclude_modules or ())
-    chosen = [name for name in whole if name not in excluded and (targets == ALL_LINEAR or name in targets)]
-    if chosen and (targets == ALL_LINEAR or not isinstance(targets, str)):
+    adapted = [name for name in latent_layers if name not in excluded and (targets == ALL_LINEAR or name in targets)]
+    if adapted and (targets == ALL_LINEAR or not isinstance(targets, str)):
         key = f"{held.model_key}.target_modules"
-        cause = f"strategy=megatron has no adapters of {', '.join(chosen)}, which every tensor-parallel rank has whole"
-        remedy = f"set {held.model_key}.exclude_modules=[{','.join(whole)}], or use strategy=fsdp2"
+        cause = f"strategy=megatron has no adapters of {', '.join(adapted)}, which every tensor-parallel rank has whole"
+        remedy = f"set {held.model_key}.exclude_modules=[{','.join(latent_layers)}], or use strategy=fsdp2"
         yield Problem(key, targets, cause, "other layers", remedy)
 
 
@@ -179,11 +179,11 @@ def _held(config: PPOConfig | SupervisedConfig) -> list[_Held]:
             add(config.reference_engine, config.reference_model, "engine")
         return models_held
     roles, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-    policy, of_policy = roles.model, "actor_rollout_ref"
-    trained = {"trained": roles.actor, "optim": roles.actor.optim, "optim_key": f"{of_policy}.actor.optim"}
-    add(roles.actor.placement, policy, f"{of_policy}.actor", model_key=f"{of_policy}.model", **trained)
+    policy, policy_section = roles.model, "actor_rollout_ref"
+    trained = {"trained": roles.actor, "optim": roles.actor.optim, "optim_key": f"{policy_section}.actor.optim"}
+    add(roles.actor.placement, policy, f"{policy_section}.actor", model_key=f"{policy_section}.model", **trained)
     if need_reference_policy(config):
-        add(roles.ref.placement, policy, f"{of_policy}.ref")
+        add(roles.ref.placement, policy, f"{policy_section}.ref")
     if needs_critic(config):
         trained = {"trained": critic, "optim": critic.optim, "optim_key": "critic.optim"}
         add(critic.placement, critic.model, "critic", model_key="critic.model", **trained)

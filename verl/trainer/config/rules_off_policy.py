@@ -25,60 +25,60 @@ GAP_LIMIT = "trainer.max_rollout_actor_probs_diff"
 
 def rollout_correction(config: PPOConfig) -> Problems:
     """Thresholds match their criteria, and every setting has an effect in the chosen mode."""
-    chosen = config.algorithm.rollout_correction
+    settings = config.algorithm.rollout_correction
     try:
-        correction.parse_is_threshold(chosen.rollout_is_threshold)
+        correction.parse_is_threshold(settings.rollout_is_threshold)
     except ConfigError as error:
-        yield Problem(f"{CORRECTION}.rollout_is_threshold", chosen.rollout_is_threshold, str(error))
-    if chosen.rollout_rs is not None:
+        yield Problem(f"{CORRECTION}.rollout_is_threshold", settings.rollout_is_threshold, str(error))
+    if settings.rollout_rs is not None:
         try:
-            correction.parse_criteria(chosen.rollout_rs, chosen.rollout_rs_threshold)
+            correction.parse_criteria(settings.rollout_rs, settings.rollout_rs_threshold)
         except ConfigError as error:
-            yield Problem(f"{CORRECTION}.rollout_rs", chosen.rollout_rs, str(error))
-    elif chosen.rollout_rs_threshold is not None:
+            yield Problem(f"{CORRECTION}.rollout_rs", settings.rollout_rs, str(error))
+    elif settings.rollout_rs_threshold is not None:
         remedy = f"name a criterion in {CORRECTION}.rollout_rs, or leave it null"
         cause = "nothing is rejected without a criterion"
-        yield Problem(f"{CORRECTION}.rollout_rs_threshold", chosen.rollout_rs_threshold, cause, remedy=remedy)
-    if chosen.rollout_is_batch_normalize and chosen.rollout_is is None:
+        yield Problem(f"{CORRECTION}.rollout_rs_threshold", settings.rollout_rs_threshold, cause, remedy=remedy)
+    if settings.rollout_is_batch_normalize and settings.rollout_is is None:
         remedy = f"set {CORRECTION}.rollout_is=token or sequence"
         yield Problem(
             f"{CORRECTION}.rollout_is_batch_normalize", True, "there are no weights", "false", remedy, advice=True
         )
-    yield from _bypass(config) if chosen.bypass_mode else _decoupled(config)
-    if chosen.bypass_mode and chosen.interpolates:
+    yield from _bypass(config) if settings.bypass_mode else _decoupled(config)
+    if settings.bypass_mode and settings.interpolates:
         cause = "the bypass mode has no proximal policy: the policy that sampled is the old one"
         yield Problem(f"{CORRECTION}.prox_logp_method", "loglinear", cause, "recompute", "or set bypass_mode=false")
-    elif chosen.interpolates:
+    elif settings.interpolates:
         yield from _interpolated(config)
-    if chosen.bypass_mode or chosen.interpolates:
+    if settings.bypass_mode or settings.interpolates:
         yield from _without_pass(config)
 
 
 def _decoupled(config: PPOConfig) -> Problems:
-    chosen, loss_mode = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if chosen.loss_type != "ppo_clip":
+    settings, loss_mode = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if settings.loss_type != "ppo_clip":
         cause = f"it is the loss of the bypass mode; without it {LOSS_MODE} is the loss"
         remedy = f"set {CORRECTION}.bypass_mode=true, or leave it at ppo_clip"
-        yield Problem(f"{CORRECTION}.loss_type", chosen.loss_type, cause, remedy=remedy)
+        yield Problem(f"{CORRECTION}.loss_type", settings.loss_type, cause, remedy=remedy)
     if loss_mode == BYPASS:
         cause = "this loss uses the rollout's log-probs as the old ones, but the trainer computes its own"
         remedy = f"set {CORRECTION}.bypass_mode=true, which chooses this loss by itself"
         yield Problem(LOSS_MODE, loss_mode, cause, remedy=remedy)
-    if chosen.rollout_is is not None and not takes_weights(loss_mode):
+    if settings.rollout_is is not None and not takes_weights(loss_mode):
         cause = f"{LOSS_MODE}={loss_mode} has no parameter rollout_is_weights, so no weight would reach it"
         remedy = "add the parameter to your loss, or leave it null"
-        yield Problem(f"{CORRECTION}.rollout_is", chosen.rollout_is, cause, remedy=remedy)
-    elif chosen.rollout_is is not None and compares_with_rollout(loss_mode):
+        yield Problem(f"{CORRECTION}.rollout_is", settings.rollout_is, cause, remedy=remedy)
+    elif settings.rollout_is is not None and compares_with_rollout(loss_mode):
         cause = f"{LOSS_MODE}={loss_mode} has the ratio to the policy that sampled, so a part of it would count twice"
-        yield Problem(f"{CORRECTION}.rollout_is", chosen.rollout_is, cause, "null")
+        yield Problem(f"{CORRECTION}.rollout_is", settings.rollout_is, cause, "null")
 
 
 def _bypass(config: PPOConfig) -> Problems:
-    chosen = config.algorithm.rollout_correction
-    if chosen.rollout_is is not None and chosen.loss_type == "ppo_clip":
+    settings = config.algorithm.rollout_correction
+    if settings.rollout_is is not None and settings.loss_type == "ppo_clip":
         cause = f"it has no effect with {CORRECTION}.loss_type=ppo_clip, whose clipped ratio is the importance weight"
         remedy = "leave it null, or set loss_type=reinforce"
-        yield Problem(f"{CORRECTION}.rollout_is", chosen.rollout_is, cause, remedy=remedy, advice=True)
+        yield Problem(f"{CORRECTION}.rollout_is", settings.rollout_is, cause, remedy=remedy, advice=True)
 
 
 def _interpolated(config: PPOConfig) -> Problems:
@@ -208,10 +208,10 @@ def sampling_mask(config: PPOConfig) -> Problems:
 
 def weighs_samples(config: PPOConfig) -> bool:
     """Return whether something corrects for samples of another distribution than the policy: weights, or the loss."""
-    chosen, loss_mode = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if chosen.bypass_mode:
-        return chosen.loss_type == "ppo_clip" or chosen.rollout_is is not None
-    return chosen.rollout_is is not None or compares_with_rollout(loss_mode)
+    settings, loss_mode = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if settings.bypass_mode:
+        return settings.loss_type == "ppo_clip" or settings.rollout_is is not None
+    return settings.rollout_is is not None or compares_with_rollout(loss_mode)
 
 
 def lag(config: PPOConfig) -> Problems:
@@ -230,10 +230,10 @@ def lag(config: PPOConfig) -> Problems:
             f"{CORRECTION}.bypass_mode=true",
             advice=True,
         )
-    chosen = config.algorithm.rollout_correction
-    if plan.mode != "sync" and chosen.rollout_rs is not None:
+    settings = config.algorithm.rollout_correction
+    if plan.mode != "sync" and settings.rollout_rs is not None:
         try:
-            criteria = correction.parse_criteria(chosen.rollout_rs, chosen.rollout_rs_threshold)
+            criteria = correction.parse_criteria(settings.rollout_rs, settings.rollout_rs_threshold)
         except ConfigError:
             return  # reported with the thresholds
         if any(name == "seq_mean_k1" and band.upper < _BAND_OF_UPDATES for name, band in criteria):
@@ -243,7 +243,7 @@ def lag(config: PPOConfig) -> Problems:
             )
             remedy = f"widen it, or leave {CORRECTION}.rollout_rs null and weigh by rollout_is=token"
             yield Problem(
-                f"{CORRECTION}.rollout_rs_threshold", chosen.rollout_rs_threshold, cause, remedy=remedy, advice=True
+                f"{CORRECTION}.rollout_rs_threshold", settings.rollout_rs_threshold, cause, remedy=remedy, advice=True
             )
 
 

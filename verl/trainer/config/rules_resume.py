@@ -88,10 +88,10 @@ def _identity(config: PPOConfig | SupervisedConfig, there: Mapping[str, object])
     ]
 
 
-def _equal(key: str, one: object, other: object) -> bool:
+def _equal(key: str, first: object, second: object) -> bool:
     if key.endswith((".path", "_files")):
-        one, other = _ends(one), _ends(other)
-    return one == other
+        first, second = _ends(first), _ends(second)
+    return first == second
 
 
 def _ends(paths: object) -> object:

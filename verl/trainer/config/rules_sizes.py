@@ -127,21 +127,25 @@ def token_budgets(config: PPOConfig) -> Problems:
     If the lengths of the data were set and no budget was, one problem names the length.
     """
     longest, data = _longest(config), config.data
-    small = [one for one in _budgets(config) if one.tokens * one.shared_by < longest]
-    sources = [one for one in small if one.follows not in {other.key for other in small}]
+    small = [budget for budget in _budgets(config) if budget.tokens * budget.shared_by < longest]
+    sources = [budget for budget in small if budget.follows not in {follower.key for follower in small}]
     usual = defaults_of(DataConfig)
     lengths = {f"data.{name}": (data[name], usual[name]) for name in ("max_response_length", "max_prompt_length")}
-    if not small or all(value == default for value, default in lengths.values()) or any(one.was_set for one in small):
-        yield from (_too_few_tokens(one.key, one.tokens, longest, one.shared_by) for one in sources)
+    if (
+        not small
+        or all(value == default for value, default in lengths.values())
+        or any(budget.was_set for budget in small)
+    ):
+        yield from (_too_few_tokens(budget.key, budget.tokens, longest, budget.shared_by) for budget in sources)
         return
-    key, other = sorted(lengths, key=lambda name: lengths[name][0], reverse=True)
-    least = min(one.tokens * one.shared_by for one in small)
+    key, second_key = sorted(lengths, key=lambda name: lengths[name][0], reverse=True)
+    least = min(budget.tokens * budget.shared_by for budget in small)
     cause = (
-        f"with {other}={lengths[other][0]} a sequence has up to {longest} tokens, and passes of "
-        f"{', '.join(f'{one.key}={one.tokens}' for one in sources)} cannot hold it"
+        f"with {second_key}={lengths[second_key][0]} a sequence has up to {longest} tokens, and passes of "
+        f"{', '.join(f'{budget.key}={budget.tokens}' for budget in sources)} cannot hold it"
     )
-    larger = " ".join(f"{one.key}={-(-longest // one.shared_by)}" for one in sources)
-    fits = least - lengths[other][0]
+    larger = " ".join(f"{budget.key}={-(-longest // budget.shared_by)}" for budget in sources)
+    fits = least - lengths[second_key][0]
     lower = f"lower it to {fits} or less, or " if fits > 0 else ""
     yield Problem(key, lengths[key][0], cause, remedy=f"{lower}set {larger}")
 
@@ -164,28 +168,28 @@ def _budgets(config: PPOConfig) -> Iterator[_Budget]:
     """Yield the token budgets of the passes that are filled by tokens."""
     roles, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     actor: object = roles.actor
-    of_actor, usual = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", defaults_of(ActorConfig)
+    actor_key, usual = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", defaults_of(ActorConfig)
     most, shared_by = usual.ppo_max_token_len_per_gpu, actor.ulysses_sequence_parallel_size
     if actor.use_dynamic_bsz:
-        yield _Budget(of_actor, actor.ppo_max_token_len_per_gpu, shared_by, most)
+        yield _Budget(actor_key, actor.ppo_max_token_len_per_gpu, shared_by, most)
     for name, section in (("rollout", roles.rollout), ("ref", roles.ref)):
         if section.log_prob_use_dynamic_bsz and (name == "rollout" or need_reference_policy(config)):
             sharers = shared_by if name == "rollout" else roles.ref.ulysses_sequence_parallel_size
             tokens = section.log_prob_max_token_len_per_gpu
-            follows = of_actor if tokens == actor.ppo_max_token_len_per_gpu else ""
+            follows = actor_key if tokens == actor.ppo_max_token_len_per_gpu else ""
             key = f"actor_rollout_ref.{name}.log_prob_max_token_len_per_gpu"
             yield _Budget(key, tokens, sharers, most, follows)
     most = defaults_of(CriticConfig).ppo_max_token_len_per_gpu
-    of_critic = "critic.ppo_max_token_len_per_gpu"
+    critic_key = "critic.ppo_max_token_len_per_gpu"
     if needs_critic(config) and critic.use_dynamic_bsz:
         sharers = critic.ulysses_sequence_parallel_size
-        yield _Budget(of_critic, critic.ppo_max_token_len_per_gpu, sharers, most)
+        yield _Budget(critic_key, critic.ppo_max_token_len_per_gpu, sharers, most)
         tokens = critic.forward_max_token_len_per_gpu
-        follows = of_critic if tokens == critic.ppo_max_token_len_per_gpu else ""
+        follows = critic_key if tokens == critic.ppo_max_token_len_per_gpu else ""
         yield _Budget("critic.forward_max_token_len_per_gpu", tokens, sharers, most, follows)
     if reward.enable and reward.use_dynamic_bsz:
         tokens = reward.forward_max_token_len_per_gpu
-        follows = of_critic if tokens == critic.ppo_max_token_len_per_gpu else ""
+        follows = critic_key if tokens == critic.ppo_max_token_len_per_gpu else ""
         key = "reward_model.forward_max_token_len_per_gpu"
         yield _Budget(key, tokens, reward.ulysses_sequence_parallel_size, most, follows)
 
@@ -203,11 +207,11 @@ def lengths(config: PPOConfig) -> Problems:
             yield Problem(f"actor_rollout_ref.rollout.{key}", engine, cause, remedy=remedy)
     if rollout.max_model_len is not None and rollout.max_model_len < _longest(config):
         yield _too_few_tokens("actor_rollout_ref.rollout.max_model_len", rollout.max_model_len, _longest(config))
-    asked = rollout.val_kwargs.max_tokens
-    if asked is not None and asked > rollout.response_length:
+    max_tokens = rollout.val_kwargs.max_tokens
+    if max_tokens is not None and max_tokens > rollout.response_length:
         cause = f"it is longer than data.max_response_length={rollout.response_length}"
         yield Problem(
-            "actor_rollout_ref.rollout.val_kwargs.max_tokens", asked, cause, f"1 to {rollout.response_length}"
+            "actor_rollout_ref.rollout.val_kwargs.max_tokens", max_tokens, cause, f"1 to {rollout.response_length}"
         )
 
 
@@ -274,10 +278,10 @@ def _longest(config: PPOConfig) -> int:
     return config.data.max_prompt_length + config.data.max_response_length
 
 
-def _near(size: int, whole: int) -> str:
+def _near(size: int, dividend: int) -> str:
     """Name the divisors of ``whole`` around ``size``, such as "64 and 128"."""
-    below = next((d for d in range(min(size, whole), 0, -1) if whole % d == 0), None)
-    above = next((d for d in range(size, whole + 1) if whole % d == 0), None)
+    below = next((d for d in range(min(size, dividend), 0, -1) if dividend % d == 0), None)
+    above = next((d for d in range(size, dividend + 1) if dividend % d == 0), None)
     return " and ".join(dict.fromkeys(str(d) for d in (below, above) if d is not None))
 
 

@@ -41,36 +41,37 @@ def one_kernel(config: PPOConfig) -> Iterator[Problem]:
     are_both = roles.actor.strategy == config.critic.strategy == "veomni" and needs_critic(config)
     layers = [model.use_liger is not False for model in (roles.model, critic)]
     if are_both and layers[0] != layers[1] and config.trainer.device != "cpu":
-        of_policy = shown(roles.model.use_liger)
-        cause = f"VeOmni's models of a process have the same kernels, and actor_rollout_ref.model has {of_policy}"
-        yield Problem("critic.model.use_liger", critic.use_liger, cause, of_policy)
+        policy_value = shown(roles.model.use_liger)
+        cause = f"VeOmni's models of a process have the same kernels, and actor_rollout_ref.model has {policy_value}"
+        yield Problem("critic.model.use_liger", critic.use_liger, cause, policy_value)
     held = [("actor_rollout_ref.actor.fsdp_config", roles.actor.fsdp_config, roles.model.path)]
     if need_reference_policy(config):
         held.append(("actor_rollout_ref.ref.fsdp_config", roles.ref.fsdp_config, roles.model.path))
     if needs_critic(config):
         held.append(("critic.model.fsdp_config", critic.fsdp_config, critic.path))
-    asked = {
+    moe_implementations = {
         f"{name}.moe_implementation": engine.moe_implementation
         for name, engine, path in held
         if engine.strategy == "veomni" and model_files.model_type(Path(path).expanduser()) == "qwen3_moe"
     }
-    if len(set(asked.values())) < 2:
+    if len(set(moe_implementations.values())) < 2:
         return
     usual = "fused_triton" if resolve_device(config) == "cuda" else "eager"
-    (key, kernel), *others = ((key, kernel or usual) for key, kernel in asked.items())
-    for name, other in others:
+    (key, kernel), *other_kernels = ((key, kernel or usual) for key, kernel in moe_implementations.items())
+    for name, other in other_kernels:
         if other != kernel:
             cause = f"all models of a process have one kernel for experts, and {key}={kernel}"
-            yield Problem(name, asked[name], cause, kernel, "give both the same value")
+            yield Problem(name, moe_implementations[name], cause, kernel, "give both the same value")
 
 
 def _why_not_importable(required: Iterable[Requirement]) -> str | None:
-    """Return which of the packages is missing, or has a version with which VeOmni is not imported; None if all do."""
-    for one in required:
+    """Describe the first package that is missing or has a version with which VeOmni cannot be imported; None if none."""
+    for requirement in required:
         try:
-            version = importlib.metadata.version(one.name)
+            version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            return f"{'VeOmni' if one.name == 'veomni' else one.name} is not installed"
-        if not one.specifier.contains(version, prereleases=True):
-            return f"{one.name} {version} is installed, and VeOmni's models here need {one.name}{one.specifier}"
+            return f"{'VeOmni' if requirement.name == 'veomni' else requirement.name} is not installed"
+        if not requirement.specifier.contains(version, prereleases=True):
+            needed = f"{requirement.name}{requirement.specifier}"
+            return f"{requirement.name} {version} is installed, and VeOmni's models here need {needed}"
     return None

@@ -50,9 +50,9 @@ def models_with_images(config: PPOConfig) -> Problems:
 
 def teacher_with_images(key: str, teacher: str, student: str) -> Problems:
     """A teacher of a model with images is of the same kind: it reads the pictures as they are made for that model."""
-    of_teacher, kind = (model_files.model_type(Path(path).expanduser()) for path in (teacher, student))
-    if kind in FAMILIES and of_teacher is not None and of_teacher != kind:
-        cause = f"it holds a {of_teacher}, and what it reads is made for a model with images, a {kind}"
+    teacher_kind, student_kind = (model_files.model_type(Path(path).expanduser()) for path in (teacher, student))
+    if student_kind in FAMILIES and teacher_kind is not None and teacher_kind != student_kind:
+        cause = f"it holds a {teacher_kind}, and what it reads is made for a model with images, a {student_kind}"
         yield Problem(key, teacher, cause, "a model of the same kind")
 
 

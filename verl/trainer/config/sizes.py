@@ -65,8 +65,8 @@ class Sizes:
     def rows(self) -> list[tuple[str, str]]:
         """Return name and value of each line of the table."""
         unknown = "known once the data is read"
-        of_rollout = f"rollout.nnodes={self.rollout_nodes}, n_gpus_per_node={self.rollout_ranks_per_node}"
-        rollout_ranks = [("rollout ranks", f"{self.rollout_nodes * self.rollout_ranks_per_node:,} ({of_rollout})")]
+        rollout_layout = f"rollout.nnodes={self.rollout_nodes}, n_gpus_per_node={self.rollout_ranks_per_node}"
+        rollout_ranks = [("rollout ranks", f"{self.rollout_nodes * self.rollout_ranks_per_node:,} ({rollout_layout})")]
         total = f"{self.total_steps:,}" if self.total_steps else unknown
         updates = f"{self.optimizer_steps_per_step:,} per step"
         return [

@@ -44,7 +44,7 @@ from verl.trainer.config.keys import (
 from verl.trainer.config.other_libraries import other_name, remedy_for, similar_name
 
 _MISSING = object()
-KEPT = "{keys}: only the class of custom_cls reads it, verl has no such key"
+UNREAD = "{keys}: only the class of custom_cls reads it, verl has no such key"
 
 ALIASES = (*key_table.ALIASES, *key_releases.ALIASES)
 RETIRED = (*key_table.RETIRED, *key_releases.RETIRED)
@@ -176,11 +176,11 @@ class Translator:
         self._take_out_entries(tree, by_reason)
         self._take_out_inactive(tree, raw, interpolations, by_reason)
         self._replace_values(tree, raw, by_reason)
-        kept_keys = by_reason.pop(KEPT, [])
+        unread_keys = by_reason.pop(UNREAD, [])
         remarks = [f"no effect: {', '.join(paths)} ({reason})" for reason, paths in by_reason.items()]
-        remarks += [KEPT.format(keys=", ".join(kept_keys))] if kept_keys else []
-        kept = "the configuration of this program has a key that verl does not read"
-        return remarks + [f"{key}: {kept}; did you mean {near}?" for key, near in misspelt.items()]
+        remarks += [UNREAD.format(keys=", ".join(unread_keys))] if unread_keys else []
+        remark = "the configuration of this program has a key that verl does not read"
+        return remarks + [f"{key}: {remark}; did you mean {near}?" for key, near in misspelt.items()]
 
     def _take_out_entries(self, tree: Tree, by_reason: dict[str, list[str]]) -> None:
         """Remove the entries of free dicts that the releases' engines read and those here do not."""
@@ -269,7 +269,7 @@ class Translator:
             misspelt |= self._resembled(path)
         elif get(tree, f"{parent.partition('.')[0]}.custom_cls.path"):
             misspelt |= self._resembled(path)
-            return KEPT
+            return UNREAD
         else:
             self.problems.append(self._unknown(path, value))
         return None
@@ -301,8 +301,10 @@ class Translator:
     def _says_nothing(self, retired: Retired, path: str, value: object, tree: Tree) -> bool:
         if retired.part:
             return path not in self.explicit
-        usual = (get(tree, str(one)[2:-1]) if str(one).startswith("${") else one for one in retired.harmless)
-        return any(same(value, one) for one in usual)
+        usual = (
+            get(tree, str(default)[2:-1]) if str(default).startswith("${") else default for default in retired.harmless
+        )
+        return any(same(value, default) for default in usual)
 
     # ---- keys and classes of a program ------------------------------------------------------------
 
@@ -312,8 +314,8 @@ class Translator:
         for name in path.split("."):
             here = f"{section}.{name}".lstrip(".")
             if not self._is_section(here):
-                known = {key.rpartition(".")[2]: key for key in self.keys if key.rpartition(".")[0] == section}
-                near = [known[match] for match in difflib.get_close_matches(name, known, n=1, cutoff=0.85)]
+                siblings = {key.rpartition(".")[2]: key for key in self.keys if key.rpartition(".")[0] == section}
+                near = [siblings[match] for match in difflib.get_close_matches(name, siblings, n=1, cutoff=0.85)]
                 if section:  # the key may have left out a section in between, as critic.lr does
                     near += [key for key in self.keys if key.startswith(f"{section}.") and key.endswith(f".{name}")]
                 return {here: near[0]} if near else {}
@@ -509,14 +511,16 @@ class Translator:
             entries = get(tree, section)
             if f"{optim}.offload_fraction" not in self.keys or not isinstance(entries, Mapping):
                 continue
-            of_state = {name: entries[name] for name in (switch, *fractions) if name in entries}
-            if switch not in of_state:
+            offload_settings = {name: entries[name] for name in (switch, *fractions) if name in entries}
+            if switch not in offload_settings:
                 continue
-            for name in of_state:
+            for name in offload_settings:
                 drop(tree, f"{section}.{name}")
-            if not of_state[switch]:
+            if not offload_settings[switch]:
                 continue
-            fraction = next((of_state[name] for name in fractions if of_state.get(name) is not None), 1.0)
+            fraction = next(
+                (offload_settings[name] for name in fractions if offload_settings.get(name) is not None), 1.0
+            )
             self._move(tree, f"{section}.{switch}", f"{optim}.offload_fraction", fraction)
 
     def _apply_lora_of_megatron(self, tree: Tree) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"
 _ROLLOUT = "actor_rollout_ref.rollout"
-_OF_SCORING_MODEL = (
+_SCORING_MODEL_KEYS = (
     "strategy",
     "micro_batch_size_per_gpu",
     "use_dynamic_bsz",
@@ -48,11 +48,11 @@ _OF_SCORING_MODEL = (
 )
 _BACK_ENDS = {_ACTOR: "fsdp_config", _REF: "fsdp_config", "critic": "model.fsdp_config"}
 """Sections with a training back end, and the key of FSDP's settings in each."""
-_OF_REWARD_MODEL = ("model.*", "rollout.*", *_OF_SCORING_MODEL)
+_REWARD_MODEL_KEYS = ("model.*", "rollout.*", *_SCORING_MODEL_KEYS)
 
 
 # Keys of the actor that only some policy losses read; others take them as arguments of these names.
-_OF_LOSSES = (
+_LOSS_KEYS = (
     *(f"policy_loss.{name}" for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio")),
     *(f"policy_loss.{name}" for name in ("ppo_kl_coef", "dro_beta", "m2_threshold")),
     *(f"policy_loss.vespo_{name}" for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")),
@@ -84,7 +84,7 @@ _PASSES = {
 }
 """Section to the switch, the keys read when it is on (passes filled by tokens), and those read when it is off."""
 
-_OF_TRANSFERS = ("backend", "engine_kwargs", "custom_backend_module")
+_TRANSFER_KEYS = ("backend", "engine_kwargs", "custom_backend_module")
 """Settings of ``checkpoint_engine`` for rollout engines on ranks of their own."""
 
 _VALIDATION_KEYS = (
@@ -112,8 +112,8 @@ def unused(
     silent = _turned_off(config) if isinstance(config, PPOConfig) else _turned_off_supervised(config)
     for patterns, reason in (*silent, *_of_device(config)):
         any_of_them = re.compile("|".join(map(fnmatch.translate, patterns)))
-        of_reason = [path for path in keys if any_of_them.match(path)] if patterns else []
-        if paths := [path for path in of_reason if path not in reported and _is_set(keys[path], raw, interpolations)]:
+        matches = [path for path in keys if any_of_them.match(path)] if patterns else []
+        if paths := [path for path in matches if path not in reported and _is_set(keys[path], raw, interpolations)]:
             lines.append(f"no effect: {', '.join(paths)} ({reason})")
             reported.update(paths)
     return lines
@@ -147,7 +147,7 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
         yield unread, f"algorithm.adv_estimator={algorithm.adv_estimator} does not take it"
     if not needs_critic(config) and not config.reward_model.enable:  # whose sizes follow the critic's
         yield ("critic.*",), f"algorithm.adv_estimator={algorithm.adv_estimator} needs no critic"
-    teachers, of_teachers = config.distillation.teachers, config.distillation.distillation_loss
+    teachers, distillation_loss = config.distillation.teachers, config.distillation.distillation_loss
     has_frozen_teachers = config.distillation.has_forward_passes and not config.distillation.is_self_distillation
     runs_like_reference = config.distillation.enabled and has_frozen_teachers
     if not need_reference_policy(config) and not runs_like_reference:
@@ -155,7 +155,9 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
     if not config.data.val_files:
         yield _VALIDATION_KEYS, "data.val_files=null"
     reward_model, penalty = config.reward_model, algorithm.kl_ctrl
-    others = [name for name, arguments in rollout.engine_kwargs.items() if arguments and name != rollout.name]
+    unselected_engines = [
+        name for name, arguments in rollout.engine_kwargs.items() if arguments and name != rollout.name
+    ]
     switches = (
         (
             actor.use_kl_loss,
@@ -178,12 +180,12 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
             _ACTOR,
             ("entropy_target_step", "entropy_coeff_min", "entropy_coeff_max"),
         ),
-        (reward_model.enable, "reward_model.enable=false", "reward_model", _OF_REWARD_MODEL),
+        (reward_model.enable, "reward_model.enable=false", "reward_model", _REWARD_MODEL_KEYS),
         (
             config.judge is None,
             f"reward_model.rollout.name={reward_model.rollout.name} serves the model to the reward function",
             "reward_model",
-            _OF_SCORING_MODEL,
+            _SCORING_MODEL_KEYS,
         ),
         (
             config.judge is not None or not reward_model.enable,
@@ -195,7 +197,7 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
             not config.actor_rollout_ref.hybrid_engine,
             "actor_rollout_ref.hybrid_engine=true",
             _ROLLOUT,
-            ("n_gpus_per_node", *(f"checkpoint_engine.{name}" for name in _OF_TRANSFERS)),
+            ("n_gpus_per_node", *(f"checkpoint_engine.{name}" for name in _TRANSFER_KEYS)),
         ),
         (
             reward_model.enable_resource_pool,
@@ -216,7 +218,12 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
             _ROLLOUT,
             ("keep_sampling_mask_limit",),
         ),
-        (not others, f"{', '.join(others)}: {_ROLLOUT}.name={rollout.name}", _ROLLOUT, ("engine_kwargs",)),
+        (
+            not unselected_engines,
+            f"{', '.join(unselected_engines)}: {_ROLLOUT}.name={rollout.name}",
+            _ROLLOUT,
+            ("engine_kwargs",),
+        ),
     )
     switches += (
         (config.distillation.enabled, "distillation.enabled=false", "distillation", ("*",)),
@@ -246,7 +253,7 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
             ("ema_decay",),
         ),
         (
-            of_teachers.use_policy_gradient,
+            distillation_loss.use_policy_gradient,
             "distillation.distillation_loss.use_policy_gradient=false",
             "distillation.distillation_loss",
             ("policy_loss_mode", "clip_ratio*"),
@@ -258,7 +265,7 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
     yield from _of_modes(config)
     yield from _of_other_losses(actor, config.distillation)
     if config.distillation.enabled:
-        yield _of_other_divergences(of_teachers)
+        yield _of_other_divergences(distillation_loss)
     yield from _of_back_ends(config)
     for section in (_ACTOR, "critic"):
         yield from _of_schedule(config, f"{section}.optim")
@@ -292,8 +299,8 @@ def _turned_off_supervised(config: SupervisedConfig) -> Iterator[Silent]:
         yield ("data.val_max_samples", "trainer.test_freq"), "data.val_files=null"
     strategy = config.engine.strategy
     yield from _of_state("optim", "engine.strategy", strategy)
-    of_fsdp = tuple(f"engine.{name}*" for name in config.engine if name != "strategy")
-    yield of_fsdp if strategy == "megatron" else ("megatron.*",), f"engine.strategy={strategy}"
+    fsdp_keys = tuple(f"engine.{name}*" for name in config.engine if name != "strategy")
+    yield fsdp_keys if strategy == "megatron" else ("megatron.*",), f"engine.strategy={strategy}"
     if strategy != "veomni":
         yield ("engine.moe_implementation",), f"engine.strategy={strategy}"
     if isinstance(config, SFTConfig) and config.data.prompt_key:
@@ -357,10 +364,10 @@ def _of_other_losses(actor: ActorConfig, taught: DistillationConfig) -> Iterator
     info = policy_loss_info(mode)
     read = {*inspect.signature(info.function).parameters} | _SELECTION.get(mode, set())
     if taught.enabled and taught.distillation_loss.use_policy_gradient:  # which has clip ranges of its own
-        of_teacher = policy_loss_info(taught.distillation_loss.policy_loss_mode)
-        read |= {*inspect.signature(of_teacher.function).parameters} - {"clip_ratio_low", "clip_ratio_high"}
+        teacher_loss = policy_loss_info(taught.distillation_loss.policy_loss_mode)
+        read |= {*inspect.signature(teacher_loss.function).parameters} - {"clip_ratio_low", "clip_ratio_high"}
     if info.returns_terms:  # others are given the whole section
-        unread = [key for key in _OF_LOSSES if key.rpartition(".")[2] not in read]
+        unread = [key for key in _LOSS_KEYS if key.rpartition(".")[2] not in read]
         if {"clip_ratio_low", "clip_ratio_high"}.issubset(unread):
             unread.append("clip_ratio")
         yield tuple(f"{_ACTOR}.{key}" for key in unread), f"{_ACTOR}.policy_loss.loss_mode={mode} does not take it"

@@ -62,11 +62,11 @@ class Teachers:
             DataError: a row names no teacher.
         """
         names, index = list(self._config.teachers), teacher_index(batch, self._config)
-        made: dict[str, torch.Tensor] = {}
-        for number, name in enumerate(names):
+        tensors: dict[str, torch.Tensor] = {}
+        for position, name in enumerate(names):
             if workers is None:
                 break
-            members = (index == number).nonzero()[0].tolist()
+            members = (index == position).nonzero()[0].tolist()
             if not members:
                 continue
             rows = batch.select_idxs(members)
@@ -80,13 +80,13 @@ class Teachers:
                 pads=True,
                 shares_prompts=self._shares_prompts,
             )
-            of_teacher = dealt.restore(wait_for(workers.compute_teacher_log_prob(dealt.rows, teacher=name)))
-            for column, values in of_teacher.batch.items():
-                whole = made.setdefault(column, values.new_zeros((len(batch), *values.shape[1:])))
-                whole[members] = values
+            teacher_output = dealt.restore(wait_for(workers.compute_teacher_log_prob(dealt.rows, teacher=name)))
+            for column, values in teacher_output.batch.items():
+                column_values = tensors.setdefault(column, values.new_zeros((len(batch), *values.shape[1:])))
+                column_values[members] = values
         if len(names) > 1:
-            made["teacher_index"] = torch.from_numpy(index)
-        return DataProto.from_dict(tensors=made)
+            tensors["teacher_index"] = torch.from_numpy(index)
+        return DataProto.from_dict(tensors=tensors)
 
 
 def prompts_of_messages(batch: DataProto, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> DataProto:
@@ -104,22 +104,22 @@ def prompts_of_messages(batch: DataProto, tokenizer: PreTrainedTokenizerBase, da
         DataError: the template refuses the messages.
     """
     require(batch, ("raw_prompt", "uid"), "a teacher with another tokenizer (data.return_raw_chat=true);")
-    columns, of_uids = batch.non_tensor_batch, dict[object, list[int]]()
+    columns, ids_by_uid = batch.non_tensor_batch, dict[object, list[int]]()
     for row, uid in enumerate(columns["uid"].tolist()):
-        if uid not in of_uids:
+        if uid not in ids_by_uid:
             variables = {name: values[row] for name, values in columns.items()}
             where = f"the row with index {variables.get('index')} of data source {variables.get('data_source')}"
             kwargs = dict(data.apply_chat_template_kwargs or {})
             kwargs |= row_template_kwargs(variables, data.tools_key, data.enable_thinking_key, tokenizer, where)
             rendered = render_prompt(list(columns["raw_prompt"][row]), tokenizer, where, **kwargs)
-            of_uids[uid] = encode(rendered, tokenizer)
-    prompts = [of_uids[uid] for uid in columns["uid"].tolist()]
+            ids_by_uid[uid] = encode(rendered, tokenizer)
+    prompts = [ids_by_uid[uid] for uid in columns["uid"].tolist()]
     longest, pad = max(map(len, prompts)), tokenizer.pad_token_id
-    made = {
+    tensors = {
         "teacher_prompts": torch.tensor([[pad] * (longest - len(ids)) + ids for ids in prompts]),
         "teacher_prompts_mask": torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]),
     }
-    return DataProto.from_dict(tensors=made)
+    return DataProto.from_dict(tensors=tensors)
 
 
 def teacher_index(batch: DataProto, config: DistillationConfig) -> np.ndarray:
@@ -138,8 +138,8 @@ def teacher_index(batch: DataProto, config: DistillationConfig) -> np.ndarray:
         )
     keys = batch.non_tensor_batch[config.teacher_key].tolist()
     check_teacher_keys(keys, config)
-    numbers = {teacher.key: number for number, teacher in enumerate(teachers.values())}
-    return np.array([numbers[str(key)] for key in keys], dtype=np.int64)
+    positions = {teacher.key: position for position, teacher in enumerate(teachers.values())}
+    return np.array([positions[str(key)] for key in keys], dtype=np.int64)
 
 
 def check_teacher_keys(keys: Sequence[object], config: DistillationConfig) -> None:
@@ -148,10 +148,10 @@ def check_teacher_keys(keys: Sequence[object], config: DistillationConfig) -> No
     Raises:
         DataError: one is not; the message names the first such row.
     """
-    known = {teacher.key for teacher in config.teachers.values()}
-    if known == {None}:
+    teacher_keys = {teacher.key for teacher in config.teachers.values()}
+    if teacher_keys == {None}:
         return
-    unknown = next(((row, key) for row, key in enumerate(keys) if str(key) not in known), None)
+    unknown = next(((row, key) for row, key in enumerate(keys) if str(key) not in teacher_keys), None)
     if unknown is not None:
         raise DataError(
             f"row {unknown[0]} has {config.teacher_key}={unknown[1]!r}, and no teacher has this key: "

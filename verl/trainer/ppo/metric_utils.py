@@ -124,9 +124,9 @@ def _turn_metrics(batch: DataProto) -> Metrics:
         if column not in batch.non_tensor_batch:
             continue
         values = batch.non_tensor_batch[column][Trajectories.of(batch).scored_rows]
-        known = [float(value) for value in values if value is not None]
-        if known:  # agent loops without tools count no calls
-            metrics |= distribution(known, name)
+        counts = [float(value) for value in values if value is not None]
+        if counts:  # agent loops without tools count no calls
+            metrics |= distribution(counts, name)
     return metrics
 
 
@@ -136,9 +136,9 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float], ge
     Milliseconds are per response token for ``gen``, and per token of prompt and response for other stages.
     ``generated`` is the number of response tokens sampled, if they are more than the batch's (dynamic sampling).
     """
-    every = int(_tensors(batch)["attention_mask"].sum())
+    all_tokens = int(_tensors(batch)["attention_mask"].sum())
     tokens = {"gen": int(response_lengths(batch).sum()) if generated is None else generated}
-    tokens |= dict.fromkeys(("ref", "values", "adv", "update_critic", "update_actor"), every)
+    tokens |= dict.fromkeys(("ref", "values", "adv", "update_critic", "update_actor"), all_tokens)
     metrics = {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
     for name in tokens.keys() & timing_raw.keys():
         metrics[f"timing_per_token_ms/{name}"] = timing_raw[name] * 1000.0 / max(tokens[name], 1)
@@ -197,13 +197,13 @@ def sampling_mask_metrics(batch: DataProto, top_k: int) -> Metrics:
     """
     require(batch, ("response_mask",), "rollout.keep_sampling_mask=true")
     trained = batch.batch["response_mask"].bool()
-    kept = batch.batch.get("kept_ids")
-    sizes = (torch.zeros_like(trained, dtype=torch.int64) if kept is None else (kept >= 0).sum(-1))[trained]
+    kept_ids = batch.batch.get("kept_ids")
+    sizes = (torch.zeros_like(trained, dtype=torch.int64) if kept_ids is None else (kept_ids >= 0).sum(-1))[trained]
     if not len(sizes):
         return {}
-    known = sizes[sizes > 0].double()
-    size = {"training/sampling_mask/size": known.mean().item()} if len(known) else {}
-    full, unknown = (sizes >= top_k).double().mean().item(), 1 - len(known) / len(sizes)
+    known_sizes = sizes[sizes > 0].double()
+    size = {"training/sampling_mask/size": known_sizes.mean().item()} if len(known_sizes) else {}
+    full, unknown = (sizes >= top_k).double().mean().item(), 1 - len(known_sizes) / len(sizes)
     return size | {"training/sampling_mask/full": full, "training/sampling_mask/unknown": unknown}
 
 

@@ -38,7 +38,7 @@ class MlflowSpans:
                 f"rollout.trace.backend=mlflow: the experiment '{project}' cannot be opened at "
                 f"{mlflow.get_tracking_uri()} ({error}). Set MLFLOW_TRACKING_URI, or start its server."
             ) from error
-        self._of_trace: dict[str, Any] = {"experiment_id": experiment_id, "tags": {"verl.experiment": experiment}}
+        self._trace_settings: dict[str, Any] = {"experiment_id": experiment_id, "tags": {"verl.experiment": experiment}}
 
     def send(self, root: PlannedSpan) -> None:
         """Make the spans from the outermost on; the client sends a trace once that one has ended."""
@@ -59,7 +59,7 @@ class MlflowSpans:
             inputs=inputs or None,
             attributes={name: value for name, value in part.attributes.items() if name not in (*_INPUTS, *_OUTPUTS)},
             start_time_ns=begin,
-            **(self._of_trace if parent is None else {}),
+            **(self._trace_settings if parent is None else {}),
         )
         for inner in part.parts:
             self._send(inner, span)

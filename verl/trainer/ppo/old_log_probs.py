@@ -17,7 +17,7 @@ from verl.algorithms import adv_needs, policy_loss_info
 if TYPE_CHECKING:
     from verl.config import PPOConfig
 
-MADE = frozenset({"old_log_probs", "entropys", "sum_pi_squared"})
+COMPUTED_COLUMNS = frozenset({"old_log_probs", "entropys", "sum_pi_squared"})
 """The columns of a forward pass over the policy before its update."""
 
 
@@ -83,10 +83,10 @@ def _readers(config: PPOConfig) -> Iterator[str]:
         name = "rollout_rs" if correction.rollout_rs is not None else "rollout_is_batch_normalize"
         yield f"algorithm.rollout_correction.{name} reads them of the whole batch"
     needs, info = adv_needs(algorithm.adv_estimator), policy_loss_info(actor.policy_loss.loss_mode)
-    read = MADE | ({"rollout_is_weights"} if correction.is_decoupled else set())
+    read = COMPUTED_COLUMNS | ({"rollout_is_weights"} if correction.is_decoupled else set())
     if needs.wants_all or actor.calculate_sum_pi_squared or read & (needs.columns | needs.optional_columns):
         yield f"algorithm.adv_estimator={algorithm.adv_estimator} reads them"
-    if info.prepare is not None or MADE & (info.columns | info.optional_columns):
+    if info.prepare is not None or COMPUTED_COLUMNS & (info.columns | info.optional_columns):
         yield f"policy_loss.loss_mode={actor.policy_loss.loss_mode} reads them over the whole mini-batch"
     if actor.policy_loss.top_entropy_quantile < 1:
         yield "policy_loss.top_entropy_quantile reads the entropy"

@@ -135,9 +135,9 @@ class PrivilegedPrompts:
         rows: list[list[int] | None] = []
         differing: list[str] = []
         for row, row_prompt in enumerate(own_prompts):
-            of_row = variables[trajectories.indices[row]]
-            where = f"the row with index {of_row.get('index')} of data source {of_row.get('data_source')}"
-            context = self._context(of_row, where)
+            row_variables = variables[trajectories.indices[row]]
+            where = f"the row with index {row_variables.get('index')} of data source {row_variables.get('data_source')}"
+            context = self._context(row_variables, where)
             ids = (
                 None
                 if context is None
@@ -159,13 +159,13 @@ class PrivilegedPrompts:
         lengths = [len(prompt) for prompt in prompts]
         longest, pad = max(lengths), self._tokenizer.pad_token_id
         mask = batch.batch["response_mask"]
-        made = {
+        tensors = {
             "teacher_prompts": torch.tensor([[pad] * (longest - len(ids)) + ids for ids in prompts]),
             "teacher_prompts_mask": torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]),
             "distillation_mask": mask * is_learnt.to(mask).unsqueeze(-1),
         }
         limit = self._config.teacher_prompt_length
-        return DataProto.from_dict(tensors=made), {
+        return DataProto.from_dict(tensors=tensors), {
             "distillation/rows_without_context": 1 - is_learnt.float().mean().item(),
             "distillation/teacher_prompt_length/mean": sum(lengths) / len(lengths),
             "distillation/teacher_prompt_length/max": longest,
@@ -279,8 +279,10 @@ class PrivilegedPrompts:
                 f"{KEY}.teacher_prompt_length={limit} would cut an image. Raise it, shorten what {KEY}.template shows, "
                 "or cut on another side."
             )
-        drawn = [place for place in images.get(TEXT_PLACES, ()) if place < len(row_prompt)]
-        if drawn and how != "left" and len(cut) < len(ids):  # what is behind a cut moves by another number of tokens
+        sampled_places = [place for place in images.get(TEXT_PLACES, ()) if place < len(row_prompt)]
+        if (
+            sampled_places and how != "left" and len(cut) < len(ids)
+        ):  # what is behind a cut moves by another number of tokens
             raise DataError(
                 f"{where}: the policy drew a token of an image in an earlier turn, whose place "
                 f"{KEY}.teacher_prompt_truncation={how} would change. Set it to left, or raise "

@@ -31,10 +31,17 @@ class StepProfiles:
         roles = config.actor_rollout_ref
         models = {"actor_rollout": roles.actor.profiler, "ref": roles.ref.profiler, "critic": config.critic.profiler}
         self._profilers = {
-            name: one for name, one in {**models, "rm": config.reward_model.profiler}.items() if one.enable
+            name: profiler
+            for name, profiler in {**models, "rm": config.reward_model.profiler}.items()
+            if profiler.enable
         }
         self._contents = sorted(
-            {kind for name, one in models.items() if one.enable for kind in one.tool_config.torch.contents}
+            {
+                kind
+                for name, profiler in models.items()
+                if profiler.enable
+                for kind in profiler.tool_config.torch.contents
+            }
         )
         steps, memory = sorted(self.steps), self._config.global_tool_config.torch_memory
         length = memory.memory_snapshot_num_steps if self._config.tool == "torch_memory" else 1

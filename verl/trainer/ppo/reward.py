@@ -38,16 +38,16 @@ def get_custom_reward_fn(config: PPOConfig | Mapping[str, object]) -> Callable[.
         ConfigError: there is no such file or function, or it has none of the forms of
             :mod:`verl.workers.reward_manager.function`.
     """
-    config = _typed(config, _OF_FUNCTION)
-    chosen = config.custom_reward_function
-    if not chosen.path:
+    config = _typed(config, _FUNCTION_SECTIONS)
+    section = config.custom_reward_function
+    if not section.path:
         return None
-    function = load_object(chosen.path, chosen.name, "custom_reward_function.path", "custom_reward_function.name")
+    function = load_object(section.path, section.name, "custom_reward_function.path", "custom_reward_function.name")
     if not callable(function):
-        raise ConfigError(f"custom_reward_function.name='{chosen.name}' is {type(function).__name__}, not a function.")
+        raise ConfigError(f"custom_reward_function.name='{section.name}' is {type(function).__name__}, not a function.")
     judge = dict.fromkeys(_named(function, JUDGE_PARAMETERS)) if config.judge is not None else {}
-    form_of(function, chosen.reward_kwargs | config.reward_model.scorer_kwargs | judge)
-    return functools.partial(function, **chosen.reward_kwargs)
+    form_of(function, section.reward_kwargs | config.reward_model.scorer_kwargs | judge)
+    return functools.partial(function, **section.reward_kwargs)
 
 
 def load_reward_manager(
@@ -78,16 +78,16 @@ def load_reward_manager(
             neither function nor manager asks.
         UnknownDataSourceError: no scorer is called ``reward_format``.
     """
-    config = _typed(config, _OF_MANAGER)
+    config = _typed(config, _MANAGER_SECTIONS)
     judge = {name: reward_kwargs.pop(name) for name in JUDGE_PARAMETERS if name in reward_kwargs}
     scorer_kwargs = _judge_of_run(config, judge) | config.reward_model.scorer_kwargs
     function = _reward_function(config, scorer_kwargs)
-    asked = {name: judge[name] for name in _named(function, judge) if config.custom_reward_function.path}
-    if scorer_kwargs or asked:
-        function = functools.partial(function, **scorer_kwargs, **asked)
+    judge_arguments = {name: judge[name] for name in _named(function, judge) if config.custom_reward_function.path}
+    if scorer_kwargs or judge_arguments:
+        function = functools.partial(function, **scorer_kwargs, **judge_arguments)
     cls = resolve_reward_manager_cls(config)
     reward_kwargs |= {name: judge[name] for name in judge if name in inspect.signature(cls).parameters}
-    if judge and not {*scorer_kwargs, *asked, *reward_kwargs} & {"reward_router_address", "base_url"}:
+    if judge and not {*scorer_kwargs, *judge_arguments, *reward_kwargs} & {"reward_router_address", "base_url"}:
         raise ConfigError(
             f"reward_model.rollout.name={config.reward_model.rollout.name} serves a judge, but the reward function "
             "does not ask it: it has no parameter reward_router_address. Give it one, or leave reward_model.rollout "
@@ -101,11 +101,11 @@ def load_reward_manager(
         "memory_limit_mb": model.memory_limit_mb,
         "max_resp_len": config.data.max_response_length,
     }
-    wanted = set(inspect.signature(cls).parameters)
+    parameters = set(inspect.signature(cls).parameters)
     if NaiveRewardManager in getattr(cls, "__mro__", ()):  # its subclasses pass **settings on to it
-        wanted |= set(inspect.signature(NaiveRewardManager).parameters)
+        parameters |= set(inspect.signature(NaiveRewardManager).parameters)
     settings = {"reward_fn_key": config.data.reward_fn_key}
-    settings |= {name: value for name, value in offered.items() if name in wanted}
+    settings |= {name: value for name, value in offered.items() if name in parameters}
     return cls(
         tokenizer=tokenizer,
         num_examine=num_examine,
@@ -175,8 +175,8 @@ def extract_reward(batch: DataProto) -> tuple[torch.Tensor, dict[str, object]]:
     return batch.batch["rm_scores"], {name: batch.non_tensor_batch[name] for name in names}
 
 
-_OF_FUNCTION = ("custom_reward_function", "reward_model", "reward")
-_OF_MANAGER = (*_OF_FUNCTION, "reward_manager", "data")
+_FUNCTION_SECTIONS = ("custom_reward_function", "reward_model", "reward")
+_MANAGER_SECTIONS = (*_FUNCTION_SECTIONS, "reward_manager", "data")
 
 
 def _typed(config: PPOConfig | Mapping[str, object], sections: Sequence[str]) -> PPOConfig:
@@ -229,9 +229,9 @@ def resolve_reward_manager_cls(config: PPOConfig | Mapping[str, object]) -> Any:
     Raises:
         ConfigError: no class has this name, or the file is missing.
     """
-    chosen = _typed(config, ("reward_manager",)).reward_manager
-    if chosen.source == "register":
-        return get_reward_manager_cls(chosen.name)
-    if not chosen.module.path:
+    section = _typed(config, ("reward_manager",)).reward_manager
+    if section.source == "register":
+        return get_reward_manager_cls(section.name)
+    if not section.module.path:
         raise ConfigError("reward_manager.source=importlib needs reward_manager.module.path, the file of the class.")
-    return load_object(chosen.module.path, chosen.name, "reward_manager.module.path", "reward_manager.name")
+    return load_object(section.module.path, section.name, "reward_manager.module.path", "reward_manager.name")

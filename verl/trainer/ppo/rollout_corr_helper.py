@@ -90,8 +90,8 @@ def corrected_columns(batch: DataProto, rollout_corr_config: RolloutCorrectionCo
         rollout_rs=config.rollout_rs,
         rollout_rs_threshold=config.rollout_rs_threshold,
     )
-    made = DataProto.from_dict(tensors={"response_mask": mask})
-    return made if weights is None else made | weights, metrics
+    corrected = DataProto.from_dict(tensors={"response_mask": mask})
+    return corrected if weights is None else corrected | weights, metrics
 
 
 def apply_bypass_mode(
@@ -259,19 +259,19 @@ def compute_rollout_rejection_mask(
     Raises:
         ConfigError: a criterion is unknown, or a threshold is invalid.
     """
-    kept, metrics = response_mask.bool(), {}
+    accepted, metrics = response_mask.bool(), {}
     for criterion in parse_criteria(rollout_rs, rollout_rs_threshold):
         name, band = criterion
         statistic = rejection_statistic(log_ratio, response_mask, name)
         inside = band.contains(statistic)
-        of_criterion = _band_metrics(statistic, response_mask, criterion.level, band)
-        of_criterion |= _masked_metrics(~inside, response_mask)
+        criterion_metrics = _band_metrics(statistic, response_mask, criterion.level, band)
+        criterion_metrics |= _masked_metrics(~inside, response_mask)
         if name.endswith("k1"):
-            of_criterion["seq_max_deviation"] = _max_deviation(statistic, response_mask)
-        metrics |= {f"rollout_rs_{name}_{key}": value for key, value in of_criterion.items()}
-        kept = kept & inside
-    metrics |= {f"rollout_rs_{key}": value for key, value in _masked_metrics(~kept, response_mask).items()}
-    return response_mask * kept.to(response_mask.dtype), metrics
+            criterion_metrics["seq_max_deviation"] = _max_deviation(statistic, response_mask)
+        metrics |= {f"rollout_rs_{name}_{key}": value for key, value in criterion_metrics.items()}
+        accepted = accepted & inside
+    metrics |= {f"rollout_rs_{key}": value for key, value in _masked_metrics(~accepted, response_mask).items()}
+    return response_mask * accepted.to(response_mask.dtype), metrics
 
 
 def compute_offpolicy_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor) -> Metrics:

@@ -229,20 +229,20 @@ def prepare_mini_batches(batch: DataProto, actor: ActorConfig, sizes: Sequence[i
     Mini-batch k is the k-th contiguous part of the batch, of ``sizes[k]`` rows. The columns are those of
     :func:`verl.algorithms.prepare_update`; most settings need none.
     """
-    made = []
+    prepared = []
     for k, (part, ids) in enumerate(_mini_batches(batch, sizes)):
         columns = {**dict(part.batch.items()), **ids}
-        made.append(prepare_update(columns, actor, seed * len(sizes) + k))
-    return DataProto.from_dict(tensors=_one_after_the_other(made))
+        prepared.append(prepare_update(columns, actor, seed * len(sizes) + k))
+    return DataProto.from_dict(tensors=_one_after_the_other(prepared))
 
 
 def aggregation_columns(batch: DataProto, loss_agg_mode: str, sizes: Sequence[int]) -> dict[str, torch.Tensor]:
     """Compute the columns of the critic's loss aggregation; see :func:`prepare_mini_batches`."""
-    made = [
+    prepared = [
         prepare_aggregation(loss_agg_mode, part.batch["response_mask"], ids.get("index", ()), ids.get("trajectory_id"))
         for part, ids in _mini_batches(batch, sizes)
     ]
-    return _one_after_the_other(made)
+    return _one_after_the_other(prepared)
 
 
 def _mini_batches(batch: DataProto, sizes: Sequence[int]) -> Iterator[tuple[DataProto, dict[str, GroupIds]]]:
@@ -320,5 +320,5 @@ def call_by_row(
     further = [name for name in reads.get(method, ()) if name in batch.batch.keys()]
     columns, parts = (*ACTOR_COLUMNS, *further), workers.num_parts(method)
     dealt = deal(batch, parts, balance=balance, columns=columns, pads=True, shares_prompts=shares_prompts)
-    made = getattr(workers, method)(dealt.rows)
-    return made.then(dealt.restore) if isinstance(made, DataProtoFuture) else dealt.restore(made)
+    output = getattr(workers, method)(dealt.rows)
+    return output.then(dealt.restore) if isinstance(output, DataProtoFuture) else dealt.restore(output)

@@ -102,7 +102,7 @@ class TokenDump:
 
     def page(self, title: str, table: pa.Table) -> TokenPage:
         """Return the sequences of a :func:`token_table` as a page for trackers."""
-        texts = {str(one): text for one, text in self._texts_of(table).items()}
+        texts = {str(token_id): text for token_id, text in self._texts_of(table).items()}
         return TokenPage(title, [described(row, texts) for row in table.to_pylist()], DRAWN_TOKENS)
 
     def _texts_of(self, table: pa.Table) -> dict[int, str]:
@@ -112,8 +112,8 @@ class TokenDump:
             ids.update(table[name].combine_chunks().flatten().unique().to_pylist())
         if new := sorted(ids - self._texts.keys()):
             # In a list of its own, so that the tokenizer joins nothing.
-            self._texts |= zip(new, self.tokenizer.batch_decode([[one] for one in new]), strict=True)
-        return {one: self._texts[one] for one in sorted(ids)}
+            self._texts |= zip(new, self.tokenizer.batch_decode([[token_id] for token_id in new]), strict=True)
+        return {token_id: self._texts[token_id] for token_id in sorted(ids)}
 
 
 def token_table(batch: DataProto) -> pa.Table:
@@ -129,8 +129,8 @@ def token_table(batch: DataProto) -> pa.Table:
     }
     columns["prompt_ids"] = _lists(prompts.to(torch.int32), prompt)
     if "teacher_prompts" in batch.batch.keys():
-        of_teacher = batch.batch["teacher_prompts"].cpu().to(torch.int32)
-        columns["teacher_prompt_ids"] = _lists(of_teacher, batch.batch["teacher_prompts_mask"].bool().cpu())
+        teacher_prompts = batch.batch["teacher_prompts"].cpu().to(torch.int32)
+        columns["teacher_prompt_ids"] = _lists(teacher_prompts, batch.batch["teacher_prompts_mask"].bool().cpu())
     columns["response_ids"] = _lists(batch.batch["responses"].cpu().to(torch.int32), response)
     columns["response_mask"] = _lists(batch.batch["response_mask"].cpu().to(torch.int8), response)
     if "weight_versions" in batch.batch.keys():

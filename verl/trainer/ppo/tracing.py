@@ -66,13 +66,13 @@ class RolloutTraces:
         """
         left = self._most
         for index, batch in enumerate(batches):
-            drawn, scored = (_nth(stages, name, index) for name in ("gen", "reward"))
+            sampled, scored = (_nth(stages, name, index) for name in ("gen", "reward"))
             for rows in _by_trajectory(batch):
                 if left is not None:
                     if left == 0:
                         return
                     left -= 1
-                self._sender.send(self._shown(self._trajectory(step, batch, rows, drawn, scored)))
+                self._sender.send(self._shown(self._trajectory(step, batch, rows, sampled, scored)))
 
     def close(self) -> None:
         """Send what is left, and end the thread."""
@@ -80,15 +80,15 @@ class RolloutTraces:
 
     def _shown(self, part: PlannedSpan) -> PlannedSpan:
         """Leave out secrets, attributes without a value, and the ends of long texts."""
-        known = {name: value for name, value in part.attributes.items() if value is not None}
+        present = {name: value for name, value in part.attributes.items() if value is not None}
         attributes = {
             name: value[:LONGEST_TEXT] if isinstance(value, str) else value
-            for name, value in redacted_texts(known, self._secrets).items()
+            for name, value in redacted_texts(present, self._secrets).items()
         }
         error = redacted(part.error, self._secrets)[:LONGEST_TEXT]
         return PlannedSpan(part.name, part.interval, attributes, error, [self._shown(inner) for inner in part.parts])
 
-    def _trajectory(self, step: int, batch: DataProto, rows: range, drawn: Interval, scored: Interval) -> PlannedSpan:
+    def _trajectory(self, step: int, batch: DataProto, rows: range, sampled: Interval, scored: Interval) -> PlannedSpan:
         last = rows[-1]
         columns = {name: values[last] for name, values in batch.non_tensor_batch.items()}
         present = compute_response_mask(batch)[rows.start : rows.stop].bool()
@@ -96,7 +96,7 @@ class RolloutTraces:
         conversation = columns.get("trajectory_conversation")
         turns = [] if conversation is None else list(self._turns(conversation))
         if not turns:
-            turns = [PlannedSpan("turn", drawn, parts=[PlannedSpan("generation", drawn)])]
+            turns = [PlannedSpan("turn", sampled, parts=[PlannedSpan("generation", sampled)])]
         # The driver's clock timed the scoring, and may differ from that of the machine of the loop.
         intervals = [scored, *(turn.interval for turn in turns)]
         begin, end = min(begin for begin, _ in intervals), max(end for _, end in intervals)
@@ -135,21 +135,25 @@ class RolloutTraces:
             if message["role"] == "assistant":
                 if turn is not None:
                     yield turn
-                turn = PlannedSpan("turn", interval, parts=[PlannedSpan("generation", interval, self._said(message))])
+                turn = PlannedSpan(
+                    "turn", interval, parts=[PlannedSpan("generation", interval, self._message_attributes(message))]
+                )
                 if "environment_seconds" in message:
                     answered = (interval[1], interval[1] + message["environment_seconds"])
                     turn.parts.append(PlannedSpan("environment", answered, {"verl.reward": message["reward"]}))
             elif turn is not None:
                 name = "tool_call" if message["role"] == "tool" else str(message["role"])
-                turn.parts.append(PlannedSpan(name, interval, self._said(message), message.get("failure", "")))
+                turn.parts.append(
+                    PlannedSpan(name, interval, self._message_attributes(message), message.get("failure", ""))
+                )
             if turn is not None:
                 turn.interval = (turn.interval[0], max(part.interval[1] for part in turn.parts))
         if turn is not None:
             yield turn
 
-    def _said(self, message: Mapping[str, object]) -> dict[str, object]:
+    def _message_attributes(self, message: Mapping[str, object]) -> dict[str, object]:
         """Attributes of a message."""
-        said = {
+        attributes = {
             "verl.tool": message.get("name"),
             "verl.waited_s": message.get("waited_s"),
             "verl.reward": message.get("reward"),
@@ -157,9 +161,9 @@ class RolloutTraces:
         }
         if self._with_texts:
             calls = message.get("tool_calls")
-            said["verl.content"] = str(message.get("content") or "")
-            said["verl.tool_calls"] = json.dumps(calls, ensure_ascii=False, default=str) if calls else None
-        return said
+            attributes["verl.content"] = str(message.get("content") or "")
+            attributes["verl.tool_calls"] = json.dumps(calls, ensure_ascii=False, default=str) if calls else None
+        return attributes
 
     def _text(self, ids: torch.Tensor) -> str:
         return decoded(self._tokenizer, ids.tolist(), skip_special_tokens=True)

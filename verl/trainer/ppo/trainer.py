@@ -508,13 +508,13 @@ class PPOTrainer(TrainingLoop):
         if self.needs.teacher:
             batch = batch | self.teacher(batch, context)
         batch = batch | self.advantages(batch, context)
-        chosen = self.select_training_rows(batch, context)
+        training_rows = self.select_training_rows(batch, context)
         if trains and self.needs.critic:
             with context.stage("update_critic"):
-                wait_for(self.update_critic(chosen, context))
+                wait_for(self.update_critic(training_rows, context))
         if updates_actor:
             with context.stage("update_actor"):
-                updated = wait_for(self.update_actor(chosen, context, own_forward))
+                updated = wait_for(self.update_actor(training_rows, context, own_forward))
             if not self.typed_config.algorithm.use_pf_ppo:  # the rows that it drew are not those of the batch
                 batch = batch | updated
             self.experience.updated(context.number)
@@ -551,9 +551,9 @@ class PPOTrainer(TrainingLoop):
         """Compute old_log_probs and entropys of the policy before the update; in bypass mode take the rollout's."""
         with context.stage("old_log_prob"):
             if self.typed_config.algorithm.rollout_correction.bypass_mode:
-                taken = DataProto(batch=batch.batch.copy())
-                apply_bypass_mode(taken)
-                return taken.select(batch_keys=["old_log_probs"])
+                bypass = DataProto(batch=batch.batch.copy())
+                apply_bypass_mode(bypass)
+                return bypass.select(batch_keys=["old_log_probs"])
             shares = self.typed_config.actor_rollout_ref.actor.use_prefix_grouper
             repeated = stages.repeated_prompts(batch, [len(batch)]) if shares else ()
             counts = stages.token_counts(batch)
@@ -618,8 +618,8 @@ class PPOTrainer(TrainingLoop):
 
     def _by_row(self, workers: WorkerGroup, method: str, batch: DataProto) -> DataProto:
         """Call a method of the workers whose result has a row for each row of the batch."""
-        of_critic = workers is self.critic_workers
-        section = self.typed_config.critic if of_critic else self.typed_config.actor_rollout_ref.actor
+        is_critic = workers is self.critic_workers
+        section = self.typed_config.critic if is_critic else self.typed_config.actor_rollout_ref.actor
         balance, shares = self.typed_config.trainer.balance_batch, section.use_prefix_grouper
         return wait_for(stages.call_by_row(workers, method, batch, balance=balance, shares_prompts=shares))
 
@@ -737,8 +737,8 @@ class PPOTrainer(TrainingLoop):
         if isinstance(updated, DataProtoFuture):
             take = functools.partial(self._record_update, name, batch, dealt)
             return updated.then(lambda ready: wait_for(take(ready, epochs, context, repeated)))
-        once = self.arithmetic[name].training_flops(*stages.token_counts(batch), repeated)
-        context.flops[name] = None if once is None else epochs * once
+        epoch_flops = self.arithmetic[name].training_flops(*stages.token_counts(batch), repeated)
+        context.flops[name] = None if epoch_flops is None else epochs * epoch_flops
         metrics = dealt.metrics | updated.meta_info["metrics"]
         self.pass_limits.take_splits(name, metrics)
         context.metrics |= metrics

@@ -73,9 +73,9 @@ class Validator:
             columns["data_source"] += _data_sources(batch.select_idxs(scored))
             # A value may be missing in some batches, which is filled with None. `reward` is always the sum of the token
             # scores, even if the reward function returns a value of that name.
-            of_trajectories = {name: [values[row] for row in scored] for name, values in extra.items()}
-            of_trajectories["reward"] = trajectory_scores(batch, scores).tolist()
-            for key, values in of_trajectories.items():
+            trajectory_values = {name: [values[row] for row in scored] for name, values in extra.items()}
+            trajectory_values["reward"] = trajectory_scores(batch, scores).tolist()
+            for key, values in trajectory_values.items():
                 columns[key] += [None] * (before - len(columns[key])) + values
             for values in columns.values():
                 values += [None] * (len(columns["uid"]) - len(values))
@@ -132,16 +132,16 @@ def validation_metrics(data_sources: list[str], uids: list[str], columns: dict[s
         prefix = f"val-aux/{source}"
         metrics[f"{prefix}/failed_samples"] = len(rows) - len(scored)
         metrics[f"{prefix}/unscored_prompts"] = len({uids[row] for row in rows} - {uids[row] for row in scored})
-        kept = {
+        scored_columns = {
             name: [values[row] if is_scored[row] else None for row in rows]
             for name, values in columns.items()
             if name != "reward_status" and all(isinstance(values[row], int | float | str | None) for row in scored)
         }
-        by_source = process_validation_metrics([source] * len(rows), [uids[row] for row in rows], kept)
+        by_source = process_validation_metrics([source] * len(rows), [uids[row] for row in rows], scored_columns)
         variables = by_source.get(source, {})
         core = "acc" if "acc" in variables else "reward"
         if core in variables:
-            present = ~np.isnan(list(map(number_or_nan, kept[core])))
+            present = ~np.isnan(list(map(number_or_nan, scored_columns[core])))
             metrics[f"{prefix}/{core}/missing"] = len(scored) - int(present.sum())
         for variable, numbers in variables.items():
             largest = max(_responses(name) for name in numbers)

@@ -156,7 +156,7 @@ class _Ballots:
 
     def __init__(self, votes: Sequence[object], seed: int) -> None:
         self._votes, self._seed = votes, seed
-        self._known: dict[tuple[bytes, tuple[int, ...]], dict[int, np.ndarray]] = {}
+        self._cache: dict[tuple[bytes, tuple[int, ...]], dict[int, np.ndarray]] = {}
 
     def winners(self, rows: np.ndarray, draws: Sequence[int]) -> dict[int, np.ndarray]:
         """Return for each k the index of the winning response in each resample, (prompts, bootstrap).
@@ -169,9 +169,9 @@ class _Ballots:
             draws: the values of k.
         """
         key = rows.tobytes(), (rows.shape[1], *draws)
-        if key not in self._known:
-            self._known[key] = {k: self._winners_of(self._codes(rows), k) for k in draws}
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = {k: self._winners_of(self._codes(rows), k) for k in draws}
+        return self._cache[key]
 
     def _codes(self, rows: np.ndarray) -> np.ndarray:
         """Encode answers as integers, equal for equal answers to a prompt; (prompts, m)."""
@@ -189,14 +189,14 @@ class _Ballots:
         at_once = max(1, CHUNK_ELEMENTS // (N_BOOTSTRAP * k))
         for start in range(0, prompts, at_once):
             part = ballots[start : start + at_once]
-            drawn = rng.integers(size, size=(len(part), N_BOOTSTRAP, k), dtype=np.int16)
+            samples = rng.integers(size, size=(len(part), N_BOOTSTRAP, k), dtype=np.int16)
             offsets = np.arange(len(part), dtype=np.int32)[:, None, None] * size
-            answers = part.ravel()[drawn + offsets]
+            answers = part.ravel()[samples + offsets]
             supporters = np.zeros(answers.shape, dtype=np.int16)
             for voter in range(k):
                 supporters += answers == answers[..., voter : voter + 1]
             first = supporters.argmax(-1)[..., None]
-            winners[start : start + at_once] = np.take_along_axis(drawn, first, axis=-1)[..., 0]
+            winners[start : start + at_once] = np.take_along_axis(samples, first, axis=-1)[..., 0]
         return winners
 
 
