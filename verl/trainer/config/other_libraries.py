@@ -76,7 +76,7 @@ class OtherName:
         return {key: setting for key, setting in zip(keys, values, strict=True) if setting is not UNSET}
 
     def describe(self, command_keys: Collection[str] | None = None) -> str:
-        """Say what to set here, in one line; ``command_keys`` are the keys that the command has, None names all alternatives."""
+        """Return in one line what to set here; ``command_keys`` are the command's keys, None names all alternatives."""
         if self.values is not None:
             text = "; ".join(self.values_in_words()) if command_keys is None or self.settable(command_keys) else ""
         else:

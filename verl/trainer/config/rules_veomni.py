@@ -65,7 +65,7 @@ def one_kernel(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _why_not_importable(required: Iterable[Requirement]) -> str | None:
-    """Describe the first package that is missing or has a version with which VeOmni cannot be imported; None if none."""
+    """Describe the first package that is missing, or whose version VeOmni cannot be imported with; None if none."""
     for requirement in required:
         try:
             version = importlib.metadata.version(requirement.name)
