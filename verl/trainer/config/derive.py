@@ -226,7 +226,7 @@ def _staged_wake_up(tree: Tree, keys: Mapping[str, Key], explicit: Collection[st
     """Let engines allocate keys and values after they took new weights, if the trainer's leave the device by then."""
     key = f"{_ROLLOUT}.multi_stage_wake_up"
     offloads = any(get(tree, f"{_ACTOR}.{section}.param_offload") for section in ("fsdp_config", "megatron"))
-    if key in keys and key not in explicit and offloads and get(tree, f"{_ROLLOUT}.name") in OTHER_PROGRAMS:
+    if key in keys and key not in explicit and offloads and get(tree, f"{_ROLLOUT}.name") in SERVER_ENGINES:
         put(tree, key, True)
 
 
