@@ -465,7 +465,7 @@ class ActorRolloutRefWorker(EngineWorker):
 
 
 AsyncActorRolloutRefWorker = ActorRolloutRefWorker
-"""The same class under the name that scripts use with ``rollout.mode=async``; only rollout engines read that."""
+"""Alias that scripts use with ``rollout.mode=async``, a setting that only rollout engines read."""
 
 
 class CriticWorker(EngineWorker):

@@ -9,7 +9,7 @@ from verl.errors import ConfigError
 from verl.testing.models import tiny_model_dir
 from verl.workers.config import FSDPEngineConfig, MixedPrecisionConfig
 from verl.workers.engine.fsdp.sharding import mixed_precision
-from verl.workers.engine.loss_scale import FIRST, GROWTH_INTERVAL, LARGEST, LossScale
+from verl.workers.engine.loss_scale import FIRST_SCALE, GROWTH_INTERVAL, MAX_SCALE, LossScale
 from verl.workers.losses import sft_loss
 
 
@@ -26,7 +26,7 @@ def smaller(factor):
     return loss
 
 
-def in_fp16(path, scale=FIRST):
+def in_fp16(path, scale=FIRST_SCALE):
     engine = make_engine(path, dtype="float16")
     engine.loss_scale = LossScale(scale)
     return engine
@@ -50,7 +50,7 @@ def test_small_gradients_are_kept_by_the_scale_alone(path):
 
 def test_an_overflow_loses_no_update(path):
     weights = []
-    for scale in (FIRST, LARGEST):
+    for scale in (FIRST_SCALE, MAX_SCALE):
         engine = in_fp16(path, scale)
         with engine.train_mode():
             metrics = engine.train_batch(ragged_batch(), sft_loss, WHOLE)
@@ -58,7 +58,7 @@ def test_an_overflow_loses_no_update(path):
         assert metrics["loss_scale"] == engine.loss_scale.value
         assert (engine.weight_version, engine.loss_scale.updates, list(engine.non_finite)) == (1, 1, [])
         weights.append(weights_of(engine))
-    assert engine.loss_scale.value < LARGEST
+    assert engine.loss_scale.value < MAX_SCALE
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name])  # a power of two rounds nothing
 
@@ -77,19 +77,19 @@ def test_a_loss_that_is_not_finite_leaves_the_scale(path):
     engine = in_fp16(path)
     with engine.train_mode():
         metrics = engine.train_batch(ragged_batch(), smaller(float("nan")), WHOLE)
-    assert (metrics["skipped_steps"], engine.loss_scale.value) == (1, FIRST)
+    assert (metrics["skipped_steps"], engine.loss_scale.value) == (1, FIRST_SCALE)
 
 
 def test_the_scale_grows_and_falls():
-    scale = LossScale(FIRST, GROWTH_INTERVAL - 1)
+    scale = LossScale(FIRST_SCALE, GROWTH_INTERVAL - 1)
     scale.updated()
-    assert (scale.value, scale.updates) == (2 * FIRST, 0)
+    assert (scale.value, scale.updates) == (2 * FIRST_SCALE, 0)
     scale.updated()
     scale.overflowed()
-    assert (scale.value, scale.updates) == (FIRST, 0)
-    largest = LossScale(LARGEST, GROWTH_INTERVAL - 1)
+    assert (scale.value, scale.updates) == (FIRST_SCALE, 0)
+    largest = LossScale(MAX_SCALE, GROWTH_INTERVAL - 1)
     largest.updated()
-    assert largest.value == LARGEST
+    assert largest.value == MAX_SCALE
 
 
 def test_a_checkpoint_has_the_scale(path, tmp_path):
@@ -98,7 +98,7 @@ def test_a_checkpoint_has_the_scale(path, tmp_path):
     engine.save_checkpoint(str(tmp_path / "state"))
     other = in_fp16(path)
     other.load_checkpoint(str(tmp_path / "state"), ("model",))
-    assert other.loss_scale == LossScale(FIRST, 0)
+    assert other.loss_scale == LossScale(FIRST_SCALE, 0)
     other.load_checkpoint(str(tmp_path / "state"))
     assert other.loss_scale == LossScale(512, 7)
     plain = make_engine(path)

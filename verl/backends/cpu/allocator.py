@@ -17,10 +17,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # parameter numbers
 # Freed memory that a process keeps at the end of its heap.
 KEEP_BYTES = 1 << 30
 # Larger blocks are returned to the kernel when they are freed; glibc allows no higher threshold.
-LARGEST_KEPT_BLOCK = 32 << 20
+MAX_KEPT_BLOCK = 32 << 20
 
 # Larger buffers use small pages: they are often filled in part, and one byte written takes a huge page of 2 MiB.
-LARGEST_HUGE_BLOCK = 256 << 20
+MAX_HUGE_BLOCK = 256 << 20
 
 # Variables with which users set the same parameters, see mallopt(3); GLIBC_TUNABLES is another way.
 ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
@@ -45,7 +45,7 @@ def keep_freed_memory(all_sizes: bool = False) -> bool:
     if platform.libc_ver()[0] != "glibc" or is_set_by_user:
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    is_set = bool(mallopt(M_TRIM_THRESHOLD, KEEP_BYTES) and mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BLOCK))
+    is_set = bool(mallopt(M_TRIM_THRESHOLD, KEEP_BYTES) and mallopt(M_MMAP_THRESHOLD, MAX_KEPT_BLOCK))
     return is_set and (not all_sizes or bool(mallopt(M_MMAP_MAX, 0)))
 
 
@@ -89,7 +89,7 @@ def _anonymous(nbytes: int) -> mmap.mmap:
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, nbytes)
     block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE") and nbytes <= LARGEST_HUGE_BLOCK:
+    if hasattr(mmap, "MADV_HUGEPAGE") and nbytes <= MAX_HUGE_BLOCK:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             block.madvise(mmap.MADV_HUGEPAGE)
     return block

@@ -36,7 +36,7 @@ class RouterTraining:
     z: float = 0.0
     """Weight of the sum over layers of the mean over tokens of (log Σ_e exp z_e)² (arXiv:2202.08906)."""
     bias_rate: float = 0.0
-    """By how much an update changes the bias of an expert (arXiv:2408.15664)."""
+    """Amount by which an update changes the bias of an expert (arXiv:2408.15664)."""
 
     @classmethod
     def from_settings(cls, balance: float, override: Mapping[str, object]) -> RouterTraining:
@@ -209,5 +209,5 @@ class Mixtures:
 
 
 def _copies_of_gradients() -> int:
-    """By how much gradient buffers divide: the copies, and the ranks that share a sequence."""
+    """Return the divisor of gradient buffers: the number of copies times that of ranks that share a sequence."""
     return parallel_state.get_data_parallel_world_size(with_context_parallel=True)

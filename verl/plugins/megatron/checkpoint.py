@@ -45,7 +45,7 @@ class MegatronState:
     weights: WeightGatherer
     regions: Sequence[ShardRegion]
     parameters: Mapping[str, Tensor]
-    """By their name in megatron-core."""
+    """Parameters by their name in megatron-core."""
     optimizer: MegatronOptimizer | None
     """None for a frozen model."""
     scheduler: LambdaLR | None

@@ -30,7 +30,7 @@ class MatrixParameter:
 
     name: str
     shape: tuple[int, ...]
-    """On each tensor-parallel rank."""
+    """Shape on each tensor-parallel rank."""
     regions: Sequence[ShardRegion]
     stretches: Sequence[int]
     """Elements that each rank of ``copies`` holds, one stretch after the other."""

@@ -33,13 +33,13 @@ CHUNK = 1 << 26
 
 @dataclass(frozen=True)
 class _Range:
-    """A parameter, or the stretch of it, inside a part."""
+    """Position of a parameter, or of a stretch of it, in a part."""
 
     first: int
-    """Its first element in the part."""
+    """Index of the first element in the part."""
     end: int
     offset: int
-    """The place of that element in the parameter."""
+    """Index of that element in the parameter."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class _Stretch:
     """A stretch of a share, which is one tensor for the optimizer."""
 
     main: nn.Parameter
-    """fp32; the weights themselves if these are fp32."""
+    """Weights in fp32, which the optimizer updates; the model's own if these are fp32."""
     weights: Tensor
     gradient: Tensor
     ranges: Mapping[str, _Range]
-    """By the name of the parameter."""
+    """Positions of parameters in the stretch, by name."""
     matrix: str | None
     """The parameter, where Muon moves it; the stretch of it may be empty."""
 

@@ -106,11 +106,11 @@ class _CoreBox:
     size: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
     values: Callable[[], Tensor] | None = None
-    """None for an empty state."""
+    """Function that reads the box; None for an empty state."""
 
     @property
     def index(self) -> MetadataIndex:
-        """Its key in the index of the checkpoint."""
+        """Key of the box in the index of the checkpoint."""
         return MetadataIndex(self.name, None if self.values is None else torch.Size(self.start))
 
     def read(self) -> Tensor | None:
@@ -185,7 +185,7 @@ class _CoreBoxes:
                 yield self._empty_state(module, layer)
 
     def _qkv(self, name: str, layer: int, kind: str) -> Iterator[_CoreBox]:
-        """For each key head its queries, itself, and its value."""
+        """Yield the joint projection, which has for each key head its queries, the key and its value."""
         names = [name.replace("q_proj", f"{which}_proj") for which in "qkv"]
         groups = self.config.num_key_value_heads
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-FIRST = 2**16
+FIRST_SCALE = 2**16
 """Factor of a new run."""
 GROWTH_INTERVAL = 2000
-"""Updates without overflow after which the factor doubles; it and ``FIRST`` are those of ``torch.amp.GradScaler``."""
-LARGEST = 2**24
+"""Updates without overflow after which the factor doubles; as ``FIRST_SCALE`` that of ``torch.amp.GradScaler``."""
+MAX_SCALE = 2**24
 """Largest factor; it does not double beyond."""
 
 
@@ -22,7 +22,7 @@ class LossScale:
     computed again: unlike with ``torch.amp.GradScaler``, which skips the update, no sample is lost.
     """
 
-    value: int = FIRST
+    value: int = FIRST_SCALE
     updates: int = 0
     """Updates since the factor changed."""
 
@@ -42,7 +42,7 @@ class LossScale:
         """Count an update, and double the factor after every ``GROWTH_INTERVAL``."""
         self.updates += 1
         if self.updates == GROWTH_INTERVAL:
-            self.value, self.updates = min(2 * self.value, LARGEST), 0
+            self.value, self.updates = min(2 * self.value, MAX_SCALE), 0
 
     def numbers(self) -> dict[str, int]:
         """Return what a checkpoint has of it."""
@@ -51,4 +51,4 @@ class LossScale:
     @classmethod
     def from_checkpoint(cls, numbers: Mapping[str, int]) -> Self:
         """Restore it from a checkpoint; one of a run in another format has none, and the factor starts anew."""
-        return cls(int(numbers.get("loss_scale", FIRST)), int(numbers.get("loss_scale_updates", 0)))
+        return cls(int(numbers.get("loss_scale", FIRST_SCALE)), int(numbers.get("loss_scale_updates", 0)))

@@ -19,7 +19,7 @@ FORMS = (
 )
 UNUSABLE = (RewardError, ValueError, TypeError, OverflowError, RuntimeError)
 """Exceptions of checking a result, which may be any JSON value since untrusted code returned it."""
-LARGEST = math.sqrt(torch.finfo(torch.float32).max)
+MAX_SCORE = math.sqrt(torch.finfo(torch.float32).max)
 """Largest size of a score, 1.8e19: its square, which variances need, must be finite in float32."""
 
 
@@ -65,7 +65,7 @@ def to_score(result: object) -> Score:
     """Check and convert the result of a per-sample function.
 
     Args:
-        result: a number of at most :data:`LARGEST` in size; or a dict whose ``score`` is one, or that has
+        result: a number of at most :data:`MAX_SCORE` in size; or a dict whose ``score`` is one, or that has
             ``turn_scores``, a number for each turn of the policy, whose sum is the score.
 
     Raises:
@@ -139,7 +139,7 @@ def on_drawn_tokens(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.
 def row_scores(tokens: torch.Tensor) -> list[float]:
     """Sum the token scores of each row; a row with a value that is not :func:`usable` gives the first such value."""
     values = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
-    bad = ~(values.abs() <= LARGEST)  # also NaN
+    bad = ~(values.abs() <= MAX_SCORE)  # also NaN
     first = values.gather(-1, bad.long().argmax(-1, keepdim=True)).squeeze(-1)
     return torch.where(bad.any(-1), first.double(), values.sum(-1, dtype=torch.float64)).tolist()
 
@@ -209,17 +209,17 @@ def usable(value: object) -> float:
     """Return a score as float.
 
     Raises:
-        RewardError: it is no number, not finite, or larger than :data:`LARGEST`.
+        RewardError: it is no number, not finite, or larger than :data:`MAX_SCORE`.
     """
     if not isinstance(value, (int, float)):
         raise RewardError(f"the reward function returned {type(value).__name__} {value!r:.100}, not a number. {FORMS}")
     if isinstance(value, float) and not math.isfinite(value):
         raise RewardError(f"the reward function returned {value}, not a finite number.")
-    if abs(value) > LARGEST:
+    if abs(value) > MAX_SCORE:
         # Python writes no integer of more than 4300 digits.
         shown = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else value
         raise RewardError(
             f"the reward function returned {shown}, too large for a score: its square must be finite in float32, as "
-            f"advantages need variances, so it may be at most {LARGEST:.1e}."
+            f"advantages need variances, so it may be at most {MAX_SCORE:.1e}."
         )
     return float(value)

@@ -97,10 +97,10 @@ class DecodingCache(Cache):
 
 @dataclass(frozen=True)
 class PromptWithImages:
-    """A prompt: equal ones have the same tokens and the same images."""
+    """A prompt, equal to another one with the same tokens and the same images."""
 
     ids: tuple[int, ...]
-    """Its tokens, at least one."""
+    """Tokens of the prompt, at least one."""
     images: SharedTensors | None = None
     """``pixel_values`` and ``image_grid_thw``; prompts with other objects are different."""
     text_places: tuple[int, ...] = ()

@@ -39,18 +39,18 @@ class Meeting:
     address: str
     """Address of the first machine, in the network of the others."""
     port: int
-    """There, free for the engine's own processes."""
+    """Free port on the first machine, for the engine's own processes."""
     second_port: int
-    """The same, another one."""
+    """Second free port on the first machine, for the engine's own processes."""
     report_port: int
-    """There, of the store for reports."""
+    """Port on the first machine, of the store for reports."""
 
 
 class _Report(TypedDict):
     loss: dict[str, Any] | None
     """Fields of :class:`Loss`."""
     problem: str | None
-    """Why the processes seem to hang."""
+    """Reason why the processes seem to hang; None if they do not."""
     count: int
     """Number of earlier reports."""
 

@@ -45,7 +45,7 @@ class WeightFormat:
 
 
 FORMATS = {"int8": WeightFormat(torch.int8, 127.0), "fp8": WeightFormat(torch.float8_e4m3fn, 448.0)}
-"""By the value of ``rollout.quantization``."""
+"""Format for each value of ``rollout.quantization``."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
 """Largest number of restarts in a row without a finished ``generate`` between them."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 """Pause before the first restart, doubled before each further one up to the longest."""
 _POLL_S = 0.1
 """Seconds between checks whether a working engine has to report its state."""
@@ -216,7 +216,7 @@ class RemoteRollout(BaseRollout):
             self._asleep = set(MEMORY)
 
     def sleep(self) -> None:
-        """With ``rollout.free_cache_engine``, drop the weights and, on a GPU, release all memory."""
+        """Drop the weights and, on a GPU, release all memory, if ``rollout.free_cache_engine`` is set."""
         if not self.config.free_cache_engine:
             return
         self.weight_version = NO_WEIGHTS
@@ -637,7 +637,7 @@ class RemoteRollout(BaseRollout):
                     f"the {self.config.name} engine was lost {count} times without a finished generation; the first "
                     f"time: {self._losses[0]}\nThe last time: {self._losses[-1]}"
                 ) from error
-            pause_s = min(FIRST_PAUSE_S * 2 ** (count - 1), LONGEST_PAUSE_S)
+            pause_s = min(FIRST_PAUSE_S * 2 ** (count - 1), MAX_PAUSE_S)
             logger.warning(
                 "%s engine lost; restart %d of %d in %g s. %s",
                 *(self.config.name, count, MAX_RESTARTS, pause_s, self._losses[-1]),

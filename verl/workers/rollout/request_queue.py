@@ -74,12 +74,12 @@ class RequestQueue:
         self._notify_listener()
 
     def abort(self) -> None:
-        """Let the engine answer what it draws now with the tokens there are; requests that it has not begun stay."""
+        """Let the engine answer its running requests with the tokens drawn so far; requests that wait stay."""
         if self.on_abort is not None:
             self.on_abort()
 
     def interrupt(self) -> None:
-        """As :meth:`abort`; requests that the engine has not begun are answered too, without tokens."""
+        """Abort as :meth:`abort` does, and answer the requests that the engine has not begun, without tokens."""
         with self._changed:
             unbegun, self._waiting = self._waiting, deque()
         for request_id, _ in unbegun:

@@ -45,7 +45,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 _SHOWN_PROBLEMS = 8  # in a message, as one cause often concerns all layers
 _SHOWN_NAMES = 5
 _ALIGNMENT = 64  # of the first byte of a tensor in a part; more than the size of an element
-_LARGEST_GROWTH = 2**26  # bytes by which a buffer grows beyond what a part needs now
+_MAX_GROWTH = 2**26  # bytes by which a buffer grows beyond what a part needs now
 _SPARE_BYTES = 2**20  # for the header of a file
 _NO_COUNTER = b"/verl_no_counter", 0  # PyTorch ignores a counter whose file does not exist
 
@@ -448,7 +448,7 @@ class FileBuffer(SharedBuffer):
         try:
             self._file = self._file or tempfile.TemporaryFile(dir=self._folders[0])  # noqa: SIM115 - it stays open
             # Reserved, because to write to mapped memory that the file system lacks would end this process.
-            allocated = _allocate(self._file.fileno(), max(size, min(2 * held, held + _LARGEST_GROWTH)), size)
+            allocated = _allocate(self._file.fileno(), max(size, min(2 * held, held + _MAX_GROWTH)), size)
         except OSError as error:
             return _Reserved(
                 problem=str(error.strerror), folder=str(self._folders[0]), has_other_folder=len(self._folders) > 1

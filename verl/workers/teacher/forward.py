@@ -24,7 +24,7 @@ COLUMNS: Mapping[Reads, Mapping[str, str]] = {
     },
     "full": {"hidden": "teacher_hidden"},
 }
-"""By what a distillation loss reads: outputs of the teacher's engine, and the batch columns that they become."""
+"""Outputs of the teacher's engine and the batch columns that they become, for each kind of distillation loss."""
 
 
 def teacher_columns(

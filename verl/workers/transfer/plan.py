@@ -15,7 +15,7 @@ class RankFacts:
     """Facts about a rank that the driver needs before a transfer."""
 
     machine: str
-    """The same on ranks that can open each other's files."""
+    """Identity of the machine, equal on ranks that can open each other's files."""
     pid: int
     held: Mapping[str, str]
     """Digests of the weights that it has received, by section."""
@@ -28,7 +28,7 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """One transfer, as all ranks of both groups are told."""
+    """Description of one transfer, which all ranks of both groups receive."""
 
     version: int
     """Number of the weights; at least 0."""

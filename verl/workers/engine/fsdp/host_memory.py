@@ -18,7 +18,7 @@ class HostMemory:
     def __init__(self, is_pinned: bool) -> None:
         self.is_pinned = is_pinned
         self._copies: dict[tuple[int, str], Tensor] = {}
-        """By the id of the parameter, and the name of its optimizer state ('' for the parameter itself)."""
+        """Copies by the parameter's id and the name of its optimizer state ('' for the parameter itself)."""
 
     def move_model(self, model: nn.Module) -> None:
         """Move parameters and buffers to the host."""

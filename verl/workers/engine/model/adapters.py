@@ -396,7 +396,7 @@ class AdapterTarget:
     """A weight with an adapter."""
 
     weight: str
-    """Its name in the model without adapters."""
+    """Name of the weight in the model without adapters."""
     scale: float
     """The scale s."""
 

@@ -28,7 +28,7 @@ from verl.workers.routers import unknown
 _REFILL_AT = 0.125
 # For the same reason a few requests wait for others while many rows run, for at most so many tokens.
 _ENOUGH_FOR_A_PASS = 0.125
-_LONGEST_WAIT = 4
+_MAX_WAIT = 4
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Generation:
         """Tokens that were drawn."""
         self._waiting: deque[Group] = deque()
         self._open: dict[tuple[tuple[int, ...], tuple[bytes, ...]], Group] = {}
-        """By the prompt and the hashes of its images, the waiting group that takes further requests."""
+        """Waiting groups that take further requests, by the prompt and the hashes of its images."""
         self._waited = 0
         """Tokens that were drawn for running rows since a request began to wait."""
         self._running: dict[int, tuple[int, int, Group]] = {}
@@ -210,7 +210,7 @@ class Generation:
             return []
         self._waited += 1
         waiting = sum(len(group.members) for group in self._waiting)
-        if waiting < _ENOUGH_FOR_A_PASS * memory.rows and self._waited <= _LONGEST_WAIT:
+        if waiting < _ENOUGH_FOR_A_PASS * memory.rows and self._waited <= _MAX_WAIT:
             return []
         self._waited = 0
         passes = []

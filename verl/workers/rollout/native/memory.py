@@ -56,11 +56,11 @@ class NewPrompt:
     """A prompt that was just admitted."""
 
     views: tuple[Tensor, Tensor]
-    """Its place in the memory of keys and of values, (layers, copies, kv_heads, room, head_dim) each."""
+    """Views of the prompt's part of the keys and of the values, (layers, copies, kv_heads, room, head_dim) each."""
     cached: int
-    """Number of its first tokens whose keys and values are there already."""
+    """Number of first tokens whose keys and values are there already."""
     length: int
-    """Number of all its tokens."""
+    """Number of all tokens of the prompt."""
 
 
 class KeyValueMemory(ABC):

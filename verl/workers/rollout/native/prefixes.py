@@ -23,9 +23,9 @@ class _Page:
 
     parent: _Page | None
     key: bytes
-    """Its tokens, and the hashes of the images that they stand for."""
+    """Tokens of the page, and the hashes of the images that they stand for."""
     index: int
-    """Its index in the memory of all pages."""
+    """Index of the page in the memory of all pages."""
     children: dict[bytes, _Page] = field(default_factory=dict)
 
 

@@ -11,9 +11,9 @@ from verl.errors import ConfigError
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 ATTENTION = (*_FUSED[0], "o_proj")
-"""Last parts of the names of the layers whose adapters SGLang is given of a mixture of experts."""
+"""Endings of the names of layers whose adapters SGLang applies in a mixture of experts."""
 LAYERS = (*ATTENTION, *_FUSED[1], "down_proj")
-"""The same of other models."""
+"""Endings of the names of layers whose adapters SGLang applies in other models."""
 
 
 def check_layers(names: Iterable[str], allowed: Sequence[str]) -> None:

@@ -51,7 +51,7 @@ _INT8 = {
         }
     },
 }
-"""As in a model folder of compressed-tensors: q and s of linear layers, whose inputs are rounded token by token."""
+"""Settings as in a model folder of compressed-tensors: q and s of linear layers, whose inputs are rounded by token."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM 0.32 takes as max_lora_rank
 _KV_CACHE_BYTES, _KV_CACHE_VARIABLE = "kv_cache_memory_bytes", "VLLM_CPU_KVCACHE_SPACE"
 
