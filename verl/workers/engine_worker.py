@@ -244,7 +244,7 @@ class EngineWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def check_files(self, folder: str, files: dict[str, FileEntry]) -> list[str]:
-        """Return problems of those ``files`` below ``folder`` whose content is not what was written.
+        """Return a problem for each of the ``files`` below ``folder`` whose content differs from what was written.
 
         Each rank receives its own share of ``files``.
         """

@@ -129,7 +129,7 @@ class ActorRolloutRefWorker(EngineWorker):
         """Teachers of the whole vocabulary, whose hidden states never leave the rank."""
         self.policy_loss: PolicyLoss | DistillationLoss | None = None
         self.average: AveragedWeights | None = None
-        """Weights under which the policy teaches itself, if they are not those of the step."""
+        """Averaged weights of the policy as its own teacher; None if it teaches with its current weights."""
         self.sender: WeightSender | None = None
         """Sends the trained policy's weights to ranks that only sample."""
         self.received: ReceivedWeights | None = None

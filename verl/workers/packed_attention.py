@@ -46,8 +46,8 @@ class Packing:
     keys: Packing | None = None
     """Bounds of keys and values, where sequences have some from before their queries; None: those of the queries."""
     key_parts: tuple[int, ...] | None = None
-    """Numbers of the sequences of the row whose keys and values, in this order, are those of ``keys``: a sequence that
-    continues another one has a copy of the other's before its own. None: keys and values are given as ``keys`` says."""
+    """Indices of the row's sequences in the order in which ``keys`` has their keys and values: a sequence that
+    continues another one comes after a copy of the other. None: keys and values have the layout of ``keys`` already."""
     group: dist.ProcessGroup | None = None
     """Ranks that each hold an equal part of the row (:mod:`verl.utils.ulysses`); None: this rank holds all of it."""
 

@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts: what they choose in a forward pass, and how a choice made earlier is repeated.
+"""Routers of mixtures of experts: record of their choices in a forward pass, and replay of earlier choices.
 
 Transformers' routers return (router logits, weights, chosen experts), (tokens, experts) and twice (tokens, experts per
 token). A choice that travels is a tensor (..., layers, experts per token), of uint8 where the model has at most 255
@@ -81,7 +81,7 @@ class Choices:
 
 
 class Routers:
-    """The routers of a model: records what they choose, and replays choices.
+    """Routers of a model: records and replays their choices.
 
     Args:
         model: its routers get hooks; it may have none, or some that do not return their choice.

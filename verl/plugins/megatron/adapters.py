@@ -36,7 +36,7 @@ from verl.workers.engine.model.adapters import (
 
 
 class LayerAdapter(nn.Module):
-    """A (r, in) and B (out, r) of one layer of Transformers, or of one expert, as this rank has them.
+    """Parts on this rank of A (r, in) and B (out, r) of one layer of Transformers, or of one expert.
 
     Args:
         layer: the parallel layer of megatron-core that computes it.
@@ -78,7 +78,7 @@ class ParallelAdapters(nn.Module):
         self._exchange = _exchange_of(layer, self._is_column)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what is added to the output of the layer, whose input is ``x``."""
+        """Compute the term that is added to the layer's output, from the layer's input ``x``."""
         parts: dict[str, Any] = dict(self.parts.items())
         ranks = [len(part.lora_A) for part in parts.values()]
         inner = self._exchange(product(x, self._shared(torch.cat([part.lora_A for part in parts.values()]), True)))
@@ -204,7 +204,7 @@ def _adapters_of(layer: Any, regions: list[ShardRegion]) -> ParallelAdapters:
 def _regions(
     down: str, up: str, lora_a: str, lora_b: str, boxes: list[ShardRegion], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[ShardRegion]:
-    """Places of A and B beside the weight in ``boxes``, of one layer or of one expert."""
+    """Yield the regions of A and B for the weight in ``boxes``, of one layer or of one expert."""
     rank, first = shapes[down][-2], boxes[0]
     expert = first.start[:-2]  # of a weight of several experts
     columns, full = first.size[-1], shapes[down][-1]

@@ -28,7 +28,7 @@ class Layout:
     context: int = 1
     """Ranks that share each sequence."""
     expert: int = 1
-    """Ranks that share the experts of a layer, each with some of them; they hold copies of all else, or parts of it."""
+    """Ranks that share the experts of a layer, each with some of them; other weights are copied or divided."""
     expert_tensor: int = 1
     """Ranks that share each expert's matrices."""
     pieces: int = 1
@@ -59,7 +59,7 @@ class Layout:
 
 
 class _Groups:
-    """The process groups of each layout of this process, of which megatron-core uses those of one at a time.
+    """The process groups of each layout in this process; megatron-core uses the groups of one layout at a time.
 
     megatron-core keeps them in variables of its module ``parallel_state``, which are exchanged.
     """

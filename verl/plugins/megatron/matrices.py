@@ -42,7 +42,7 @@ class MatrixParameter:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """The boxes of one matrix on this rank, and where those of the other tensor-parallel ranks are."""
+    """The boxes of one matrix on this rank, and the positions of other tensor-parallel ranks' boxes."""
 
     shape: tuple[int, int]
     regions: Sequence[ShardRegion]

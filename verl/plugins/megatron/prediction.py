@@ -39,7 +39,7 @@ from verl.workers.engine.model.vocab_parallel import vocab_parallel_log_probs
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """The weights of a model's heads, by the names in its files, which are those of further layers."""
+    """The weights of a model's heads, by the names in its files, where heads are named as further layers."""
 
     count: int = 0
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -338,7 +338,7 @@ class PredictionLoss:
         return self.weight * self._copies * (sums / self._tokens.clamp(min=1).to(sums)).mean()
 
     def metrics(self) -> dict[str, float]:
-        """Compute the mean loss of the heads, without its weight, and that of each where there are several.
+        """Compute the unweighted mean loss of the heads, and with several heads the loss of each.
 
         The same on all ranks. Collective.
         """

@@ -27,7 +27,7 @@ _ROWS = 8
 
 
 class RouterReplay:
-    """The routers of this rank: records what they choose, and replays choices.
+    """The routers of this rank: records and replays their choices.
 
     Args:
         pieces: this rank's part of a model, which may have no experts.

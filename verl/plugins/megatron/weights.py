@@ -160,7 +160,7 @@ class Division:
     has_latents: bool
     """True if attention is multi-head latent attention."""
     has_gates: bool
-    """True if each query head has a gate for its output, whose rows of the projection follow those of the query."""
+    """True if each query head has a gate for its output; in the projection the gate's rows follow the query's."""
     mixed: tuple[int, int, int]
     """Rows of all heads' queries, keys and values in the convolutions of gated delta nets."""
 

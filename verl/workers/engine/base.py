@@ -64,7 +64,7 @@ class BaseEngine(ABC):
     """Non-finite values of the last mini-batch, over all ranks and the same on each; empty if all were finite."""
     expert_counts: Tensor | None = None
     """(layers with experts, experts) tokens that each expert got in the last mini-batch, over all ranks; None if the
-    model is no policy, or its routers do not return what they choose."""
+    model is no policy, or its routers do not return their choices."""
 
     ids_below: int | None = None
     """The ids below this one are the vocabulary of what is computed without gradients; None for all rows of the output

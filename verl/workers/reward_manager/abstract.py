@@ -121,7 +121,7 @@ def call(manager: Callable[..., torch.Tensor | Result], data: DataProto) -> torc
 
 
 def single_score(result: torch.Tensor | Result) -> dict[str, object]:
-    """Return what :meth:`AbstractRewardManager.run_single` does, from the scores of a batch of one sample."""
+    """Convert the scores of a batch of one sample to the result of :meth:`AbstractRewardManager.run_single`."""
     parts: Result = {"reward_tensor": result} if isinstance(result, torch.Tensor) else result
     extra = parts.get("reward_extra_info") or {}
     return {

@@ -1,4 +1,4 @@
-"""Log-probs of given tokens under the model of a rollout engine: what is asked of an engine, and what it answers.
+"""Log-probs of given tokens under the model of a rollout engine: requests to an engine, and its answers.
 
 A score is that of a forward pass: log softmax(logits / temperature) of each token after the tokens before it. Ids that
 the tokenizer lacks (padding of the embedding) have no share of the distribution.

@@ -127,7 +127,7 @@ class TextAlignment:
 
     @classmethod
     def for_teachers(cls, distillation: DistillationConfig, student: HFModelConfig) -> Mapping[str, TextAlignment]:
-        """Return those of the teachers, by name, whose tokenizer is not the policy's."""
+        """Make the alignments of all teachers with another tokenizer than the policy's, by name."""
         teachers = tokenizers_by_text(distillation, student)
         if not teachers:
             return {}

@@ -30,7 +30,7 @@ from verl.workers.transfer.transport import Participant, WeightTransport, transp
 
 @dataclass
 class _ReceivedPart:
-    """Memory of one part, and what is in it."""
+    """Memory of one part, and the description of its content."""
 
     file: FileBuffer | None = None
     """The memory, where this rank made it."""

@@ -119,7 +119,7 @@ class WeightSender:
         return report
 
     def _meet(self, plan: TransferPlan, link: Link) -> None:
-        """Tell the receivers what comes, and check that they expect it."""
+        """Send the version of the weights to the receivers, and check that they expect it."""
         assert self._transport is not None
         link.write("version", plan.version)
         if plan.is_in_process:

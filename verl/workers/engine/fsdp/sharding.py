@@ -190,7 +190,7 @@ class InitialWeights:
         """The weights whose names :meth:`advance` returned."""
 
     def open(self) -> object:
-        """Open the folder; return what turns the names of its files into those of the model."""
+        """Open the folder; return the conversions from names in its files to names in the model."""
         folder = self._open_folder()
         self._parts = folder.parts()
         return conversions_of(folder.model)
@@ -243,7 +243,7 @@ def fill(model: HeadedModel, source: InitialWeights | None, device: torch.device
 
 
 def _on_first_rank(compute: Callable[[], T] | None, device: torch.device) -> T:
-    """Return on every rank what ``compute`` returns on the first, which alone has it, or raise its error on all.
+    """Run ``compute``, which only the first rank has; return its result, or raise its error, on all ranks.
 
     Other ranks raise a ConfigError with the text of another error.
     """

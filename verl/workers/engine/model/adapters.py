@@ -85,7 +85,7 @@ def peft() -> Any:
 
 
 def add_adapters(hf: PreTrainedModel, head_name: str, config: HFModelConfig, with_weights: bool, seed: int = 0) -> None:
-    """Add adapters to layers of ``hf`` in place; they and a head for scalars are what remains trainable.
+    """Add adapters to layers of ``hf`` in place; only they and a head for scalars remain trainable.
 
     New adapters change nothing until their first update, as B is 0. They are stored in fp32 if the model has less.
 

@@ -86,7 +86,7 @@ class WeightFiles:
         file_bytes: int = FILE_BYTES,
         stored: Iterable[tuple[str, Tensor]] = (),
     ) -> WeightFiles:
-        """Divide all weights into files, and keep those of this rank's files as they are stored. Collective.
+        """Divide all weights into files; keep the weights of this rank's files, in the format on disk. Collective.
 
         No rank holds the whole model: files are dealt to the ranks in turn, and a rank sees the weights of other ranks'
         files one at a time. A file ends with the layer that fills it.
@@ -174,7 +174,7 @@ def write_in_turn(
 def write_in_files(
     weights: Iterable[tuple[str, Tensor]], hf: PreTrainedModel, folder: Path, file_bytes: int = FILE_BYTES
 ) -> None:
-    """Write weights as the model's files, in this process alone, which holds those of one file at a time.
+    """Write weights as the model's files from a single process, which holds the weights of one file at a time.
 
     Safetensors that ``folder`` has are replaced once all weights are written, so that an error keeps them.
 

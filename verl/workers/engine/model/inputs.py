@@ -81,7 +81,7 @@ class ModelInputs:
     images: ImageInputs | None = None
     """Images of the sequences, if the vision tower runs."""
     topk_ids: Tensor | None = None
-    """(N, K) ids whose log-probs are read beside those of ``targets``: the column ``teacher_topk_ids``."""
+    """(N, K) ids whose log-probs are computed in addition to ``targets``: the column ``teacher_topk_ids``."""
     kept_ids: Tensor | None = None
     """(N, K) ids over which log-probs are normalised, then -1; all -1 for the whole vocabulary."""
     teacher_hidden: Tensor | None = None

@@ -25,7 +25,7 @@ MACHINE_VARIABLE = "VERL_MACHINE"
 """Environment variable with the identity of the machine, for an engine that has several."""
 SHARED_MEMORY = "/dev/shm"
 ADAPTER_REPORT = "arrived"
-"""Beginning of the names of the files in a folder of adapters that tell what each rank has read of it."""
+"""Prefix of the files, in a folder of adapters, in which ranks report the adapters that they have read."""
 ROW_WORDS = 4096
 """Words of a row of :func:`checksum`."""
 _RECENT_SIZES = 256  # a model has few different sizes of tensors, so their factors are computed once

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def modality_of(grid: np.ndarray) -> str:
-    """Return what vLLM takes a picture for, whose ``grid`` has patches along time, height and width, (3,)."""
+    """Return vLLM's modality of a picture by its ``grid``, (3,) patches along time, height and width."""
     return "image" if grid[0] == 1 else "video"
 
 

@@ -199,7 +199,7 @@ rule = FollowedRule()
 
 
 def score_by_rule() -> None:
-    """Let SGLang's log-probs of prompts follow ``rule``; its own are those of the logits as they are."""
+    """Let SGLang's log-probs of prompts follow ``rule``; without it they follow the unchanged logits."""
     forward = logprob_processor.InputLogprobProcessor.forward
 
     @functools.wraps(forward)

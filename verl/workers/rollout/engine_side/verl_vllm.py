@@ -82,7 +82,7 @@ class WeightLoader:
         return {"checksums": checksums}
 
     def _load_weights(self, model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Give weights to the model, and those of heads of multi-token prediction, which are named as further layers.
+        """Load weights into the model, and into its heads of multi-token prediction, which are named as further layers.
 
         vLLM has the heads in a model of their own, which shares embedding and output matrix with the model.
         """
