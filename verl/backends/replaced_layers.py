@@ -22,7 +22,7 @@ _ACTIVATIONS = {"silu": functional.silu, "gelu": partial(functional.gelu, approx
 def replace_forwards(
     model: nn.Module, replacement: Callable[[nn.Module], type[nn.Module] | None]
 ) -> Callable[[], None]:
-    """Give each module of ``model`` the ``forward`` of the class that ``replacement`` returns for it, if any.
+    """Set the ``forward`` of each module of ``model`` to that of the class that ``replacement`` returns for it, if any.
 
     Returns:
         a function that undoes it.

@@ -273,7 +273,7 @@ class ActorRolloutRefWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def post_engine_state(self, board: Board) -> None:
-        """Let the rollout engine post its state to a board, under the index of this rank, from now on."""
+        """Make the rollout engine post its state to a board, under the index of this rank, from now on."""
         rollout = _present(self.rollout, "rollout")
         if rollout.leads:
             rollout.on_state = functools.partial(board.post, self.rank)

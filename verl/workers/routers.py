@@ -48,7 +48,7 @@ class Choices:
         self._real = None if real is None else real.flatten().bool()
 
     def add(self, router: int, logits: Tensor, expert_ids: Tensor) -> None:
-        """Keep what a router returned, (tokens, experts) and (tokens, experts per token), padding included."""
+        """Record a router's logits (tokens, experts) and choice (tokens, experts per token), padding included."""
         # No operation here: gradient checkpointing would compute it again.
         self._returned[router] = logits, expert_ids
 

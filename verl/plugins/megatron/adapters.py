@@ -279,7 +279,7 @@ def without_adapters(pieces: nn.ModuleList) -> Iterator[None]:
 
 
 def need_gradients(embedding: nn.Module) -> None:
-    """Let gradients pass through the output of ``embedding``, whose own weights are frozen.
+    """Make gradients pass through the output of ``embedding``, whose own weights are frozen.
 
     Layers that are computed again, and stages without adapters, take gradients only where their input has them.
     """

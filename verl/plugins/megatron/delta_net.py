@@ -191,7 +191,7 @@ def _rows(x: Tensor, lengths: tuple[int, ...] | None) -> Tensor:
 
 
 def _row(x: Tensor, lengths: tuple[int, ...] | None) -> Tensor:
-    """Do the contrary of :func:`_rows`."""
+    """Undo :func:`_rows`."""
     if lengths is None:
         return x.transpose(0, 1)
     return torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)]).unsqueeze(1)

@@ -82,7 +82,7 @@ class _Groups:
         self._active = None
 
     def end(self, layout: Layout) -> None:
-        """Keep the groups that were made since :meth:`begin` as those of a layout."""
+        """Register the groups made since :meth:`begin` under a layout."""
         self._active = layout
         self._by_layout[layout] = self._variables()
 
@@ -146,5 +146,5 @@ def join(layout: Layout, device: torch.device, seed: int) -> None:
 
 
 def use(layout: Layout) -> None:
-    """Let megatron-core use the groups of ``layout``, which this process has joined."""
+    """Make megatron-core use the groups of ``layout``, which this process has joined."""
     _groups.use(layout)

@@ -73,7 +73,7 @@ def _with_rest(inputs: ModelInputs, lengths: tuple[int, ...], multiple: int) -> 
 
 
 def _in_rows(inputs: ModelInputs, lengths: tuple[int, ...], multiple: int) -> ModelInputs:
-    """One sequence a row, padded at the end."""
+    """Lay out one sequence a row, padded at the end."""
     width = max(lengths) + -max(lengths) % multiple
     ids = inputs.input_ids.new_zeros(len(lengths), width)
     places = torch.cat([row * width + torch.arange(length) for row, length in enumerate(lengths)])

@@ -151,7 +151,7 @@ class DecoderModel(GPTModel):
 
 
 def freeze_row(embedding: Any, token: int) -> None:
-    """Let no gradient reach the embedding of ``token``, as Transformers does for the padding token.
+    """Block gradients of the embedding of ``token``, as Transformers does for the padding token.
 
     Its embedding is often zero, whose norm has a gradient of about 1/√ε; a policy can draw it as any other token.
     """
@@ -204,7 +204,7 @@ class CausalAttention(nn.Module):
         self.rule = AttentionRule(softmax_scale or config.kv_channels**-0.5)
 
     def set_window(self, window: int | None) -> None:
-        """Let each token attend to so many tokens, itself included; None is all before it."""
+        """Set the number of tokens that each token attends to, itself included; None for all before it."""
         self.rule = replace(self.rule, window=window)
 
     def forward(

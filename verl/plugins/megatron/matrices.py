@@ -68,7 +68,7 @@ class _Matrix:
             region.write(tensor, box)
 
     def join(self, boxes: Sequence[Tensor]) -> Tensor:
-        """Put the boxes of the ranks, each flat, together."""
+        """Assemble the matrix from the boxes of the ranks, each flat."""
         matrix = boxes[0].new_empty(self.shape)
         for part, box in self._parts(matrix, boxes):
             part.copy_(box.view_as(part))

@@ -347,7 +347,7 @@ def _set_rotation(module: Any, skeleton: HeadedModel) -> None:
 
 
 def _set_windows(module: Any, hf: PretrainedConfig) -> None:
-    """Give each layer the number of tokens that its attention sees."""
+    """Set the number of tokens that the attention of each layer sees."""
     window = getattr(hf, "sliding_window", None)
     kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
     for layer in module.decoder.layers:

@@ -107,7 +107,7 @@ class RouterReplay:
         self._recorded = torch.full((batch_rows, length, layers, per_token), unknown(dtype), dtype=dtype)
 
     def keep(self, part: MicroBatch, inputs: ModelInputs) -> None:
-        """Keep what routers chose in the pass that has just run. Collective of the ranks that share its sequences."""
+        """Record what routers chose in the last pass. Collective over the ranks that share its sequences."""
         if self._recorded is None:
             return
         ran = [(self._index(router), router.repeated.last_choice()) for router in self._routers]

@@ -434,7 +434,7 @@ def _check_truths(dataset: RLHFDataset, reward_format: str | None = None, reward
 
 
 def _failures(samples: Sequence[RewardSample], scores: Sequence[Score]) -> str:
-    """Say how many samples failed, and why the first did; empty if none did."""
+    """Describe how many samples failed, and why the first did; empty if none did."""
     failed = [(sample, score) for sample, score in zip(samples, scores, strict=True) if score.status != "ok"]
     if not failed:
         return ""

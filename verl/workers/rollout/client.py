@@ -131,7 +131,7 @@ class PendingRequests:
         return bool(self._unanswered) or self._queue.wait()
 
     def repeat(self) -> None:
-        """Give all unanswered requests out again."""
+        """Queue all unanswered requests again."""
         self._again, self.has_progress = list(self._unanswered), False
 
     def take(self) -> list[tuple[int, PartialResponse]]:
@@ -156,7 +156,7 @@ class PendingRequests:
         return cancelled
 
     def answer_part(self, request_id: int, response: PartialResponse) -> None:
-        """Give the tokens that have come since the last part, if the request streams."""
+        """Pass on the tokens that have come since the last part, if the request streams."""
         now, new = time.monotonic(), response.token_ids[response.streamed :]
         if response.request.streams and new and now - response.streamed_at >= STREAM_EVERY_S:
             self._queue.answer_part(request_id, DrawnPart(response.streamed, new))

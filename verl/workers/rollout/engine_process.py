@@ -120,7 +120,7 @@ class ProcessesElsewhere(Protocol):
         """Return the end of one of them; None as long as all run."""
 
     def problem(self) -> str | None:
-        """Say why one of them seems to hang; None if nothing is known."""
+        """Return why one of them seems to hang; None if nothing is known."""
 
 
 def new_token() -> str:
@@ -259,7 +259,7 @@ class EngineProcess:
         return Loss(f"It has ended.{self._log_after_exit()}", self._was_killed())
 
     def stopped_text(self) -> str | None:
-        """Say which process of it is stopped by a signal, if any."""
+        """Describe the process of it that is stopped by a signal, if any."""
         stopped = self._stopped_process()
         return f"has a stopped process ({stopped}; SIGSTOP)" if stopped else None
 

@@ -94,13 +94,13 @@ class FileNames:
         return _shapes(dict(self._piece(name, tensor[:rows], 0))) == {n: (rows, *s[1:]) for n, s in shapes.items()}
 
     def _apart(self, name: str, tensor: Tensor, experts: int) -> Iterator[tuple[str, Tensor]]:
-        """Take a joined weight apart, so many experts at a time if there are some apart."""
+        """Split a joined weight, ``experts`` experts at a time if the files have experts separately."""
         experts = experts if self._takes_pieces else len(tensor)
         for first in range(0, len(tensor), experts):
             yield from self._piece(name, tensor[first : first + experts], first)
 
     def _piece(self, name: str, experts: Tensor, first: int) -> Iterator[tuple[str, Tensor]]:
-        """Take apart some experts of a joined weight, of which ``first`` is the index of the first one."""
+        """Split some experts of a joined weight; ``first`` is the index of their first one."""
         for piece_name, part in convert_weight_keys({name: experts}, self._model).items():
             yield _EXPERT.sub(lambda match: f".experts.{first + int(match[1])}.", piece_name), part
 

@@ -32,7 +32,7 @@ class ImageFiles:
 
     @contextlib.contextmanager
     def provide(self, images: PlacedImages) -> Iterator[list[str]]:
-        """Give ``index:path`` of each image of a request; the files are there in the context.
+        """Yield ``index:path`` of each image of a request; the files exist inside the context.
 
         Raises:
             RolloutError: no folder has enough free space.

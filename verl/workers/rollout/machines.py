@@ -103,7 +103,7 @@ class EngineMachines:
 
     @contextlib.contextmanager
     def reporting_failure(self) -> Iterator[None]:
-        """Tell the first machine of an error in the context, so that it does not wait for processes here."""
+        """Report an error in the context to the first machine, so that it does not wait for processes here."""
         assert self.meeting is not None
         try:
             yield
@@ -114,7 +114,7 @@ class EngineMachines:
             raise
 
     def report(self, process: EngineProcess) -> NodeReporter:
-        """Tell the first machine from now on how the processes of this one are."""
+        """Report the state of this machine's processes to the first machine from now on."""
         assert self.meeting is not None
         return NodeReporter(process, self.meeting, self.placement.node_rank)
 

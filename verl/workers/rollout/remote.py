@@ -272,7 +272,7 @@ class RemoteRollout(BaseRollout):
             logger.info("%s engine: version %d loaded, %.1f MiB in %.3f s", self.config.name, version, size, took)
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], version: int, is_for_engine: bool = True) -> None:
-        """Give weights to this rank's engine, and take part in gathering and writing them for those of others."""
+        """Send weights to this rank's engine, and take part in gathering and writing them for other ranks' engines."""
         weights = iter(weights)
         checked = self._expected.checked(weights, version)
         engine = self._engine if is_for_engine else None
@@ -384,7 +384,7 @@ class RemoteRollout(BaseRollout):
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Tell the state of the engine now and then while it draws responses and this thread waits for them."""
+        """Report the state of the engine now and then while it draws responses and this thread waits for them."""
         if self.on_state is None:
             yield
             return
@@ -544,7 +544,7 @@ class RemoteRollout(BaseRollout):
     # ---- restarts
 
     def _collectively(self, work: Callable[[], None]) -> bool:
-        """Do a collective part of the work.
+        """Run a collective part of the work.
 
         Returns:
             Whether it succeeded on all ranks; if not, some ranks replaced their engine, and the new one has no weights.

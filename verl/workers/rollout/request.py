@@ -226,7 +226,7 @@ def widened(kept_ids: Tensor, width: int) -> Tensor:
 
 
 def kept_table(kept_ids: Sequence[array[int]], width: int) -> Tensor:
-    """Put the ids that were kept for each token, ascending, into a table as :class:`RolloutOutput` has it."""
+    """Make the table of :class:`RolloutOutput` from the ids that sampling kept for each token, ascending."""
     table = np.full((len(kept_ids), width), NOT_KEPT, dtype=np.int32)
     if fitting := [row for row, ids in enumerate(kept_ids) if 0 < len(ids) <= width]:
         counts = np.array([len(kept_ids[row]) for row in fitting])

@@ -87,7 +87,7 @@ class RequestQueue:
         self.abort()
 
     def close(self) -> None:
-        """Let :meth:`BaseRollout.serve` return once it has answered what it has taken. Idempotent."""
+        """Make :meth:`BaseRollout.serve` return once it has answered its running requests. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._waiting.clear()
@@ -127,14 +127,14 @@ class RequestQueue:
             return cancelled
 
     def answer_part(self, request_id: int, part: DrawnPart) -> None:
-        """Give a part of the response to a taken request; ignored if it was cancelled."""
+        """Pass on a part of the response to a running request; ignored if it was cancelled."""
         with self._changed:
             if request_id not in self._running:
                 return
         self._on_answer(request_id, part)
 
     def answer(self, request_id: int, answer: Answer) -> None:
-        """Give the answer of a taken request; ignored if it was cancelled."""
+        """Answer a running request; ignored if it was cancelled."""
         with self._changed:
             if request_id not in self._running:
                 return

@@ -24,7 +24,7 @@ class RoutingTable:
         self._prompts.update(zip(rows, prompts, strict=True))
 
     def add(self, rows: Tensor, step: Tensor | int, expert_ids: Tensor) -> None:
-        """Take the choices of one token of each row, (rows, layers, experts per token); it is token ``step``."""
+        """Store the choices of token ``step`` of each row, (rows, layers, experts per token)."""
         size = expert_ids[0].numel()
         if self._shape is None:
             self._shape, self._responses = expert_ids.shape[1:], expert_ids.new_zeros(0, 0)

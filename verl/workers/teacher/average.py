@@ -46,7 +46,7 @@ class AveragedWeights:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Let the engine compute with the average inside the context; its weights are back afterwards, bit for bit.
+        """Compute with the average inside the context; afterwards the engine's weights are back, bit for bit.
 
         Weights in fp32 change places with the average, so that nothing is copied but one weight at a time; of weights
         in another format a copy is kept. Inside the context the average must neither be updated nor saved.

@@ -50,7 +50,7 @@ class WeightTransfer:
         return transfer
 
     def update(self, actor_group: WorkerGroup, rollout_group: WorkerGroup, version: int) -> dict[str, float]:
-        """Give the newest weights to all ranks of the rollout, which load them when they next wake.
+        """Send the newest weights to all ranks of the rollout, which load them when they next wake.
 
         Both groups must be at rest: their engines sleep, and no other call is under way.
 
@@ -157,6 +157,6 @@ class WeightTransfer:
         return waits[0].result()[0]
 
     def _give_up(self, plan: TransferPlan) -> None:
-        """Let the ranks that still wait for others raise."""
+        """Make the ranks that still wait for others raise."""
         with contextlib.suppress(RolloutError):  # the store was lost with its process, which all of them notice
             Link(plan.address.connect(_GIVE_UP_S), plan.transfer).give_up()

@@ -69,7 +69,7 @@ class Link:
         self._written: list[str] = []
 
     def write(self, key: str, message: object) -> None:
-        """Give a message to all who read its key."""
+        """Store a message under a key, for all processes that read it."""
         self._written.append(self._scoped(key))
         try:
             self.store.set(self._scoped(key), json.dumps(message))
@@ -121,7 +121,7 @@ class Link:
             )
 
     def give_up(self) -> None:
-        """Let every process that waits in this transfer raise."""
+        """Make every process that waits in this transfer raise."""
         self.write(_FAILED, True)
 
     def forget(self) -> None:

@@ -58,7 +58,7 @@ class _ReceivedPart:
         return self.file.path
 
     def drop(self) -> None:
-        """Give up the memory."""
+        """Release the memory."""
         if self.file is None:
             unpin(self.memory)
         self.file, self.memory = None, torch.empty(0, dtype=torch.uint8)

@@ -464,7 +464,7 @@ class ShardedModel(BaseEngine):
         self._take(self._training_state().load(folder, contents))
 
     def _take(self, numbers: Mapping[str, int]) -> None:
-        """Take the numbers of a checkpoint, which has none without ``extra``."""
+        """Restore the counters of a checkpoint, which has none without ``extra``."""
         self.weight_version = int(numbers.get("weight_version", self.weight_version))
         if self.loss_scale is not None and numbers:
             self.loss_scale = LossScale.from_checkpoint(numbers)

@@ -160,7 +160,7 @@ def drop_weights(model: HeadedModel) -> None:
 
 
 def allocate_weights(model: HeadedModel, device: torch.device) -> None:
-    """Give memory on ``device`` to this rank's part of parameters without any; its content is arbitrary."""
+    """Allocate memory on ``device`` for this rank's part of parameters without any; its content is arbitrary."""
     # As nn.Module.to_empty, which would drop buffers too.
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
@@ -215,7 +215,7 @@ class InitialWeights:
 
 
 def fill(model: HeadedModel, source: InitialWeights | None, device: torch.device) -> None:
-    """Give all ranks their part of the weights, which rank 0 reads one layer after the other. Collective.
+    """Distribute the weights, which rank 0 reads one layer after the other, to the ranks' parts. Collective.
 
     Args:
         model: sharded by :func:`shard_model`, with weights that are not set.

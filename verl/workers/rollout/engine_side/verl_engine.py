@@ -204,7 +204,7 @@ def _in_handle(handle: str, device: torch.device) -> Tensor:
 
 
 def pin(memory: Tensor, path: str) -> None:
-    """Let GPUs copy to and from mapped memory directly, which is some five times as fast; nothing without CUDA.
+    """Pin mapped memory, so that GPUs copy to and from it directly, some five times as fast; nothing without CUDA.
 
     Files on a disk stay as they are: the kernel refuses to pin their pages.
 

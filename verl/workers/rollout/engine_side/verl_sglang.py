@@ -68,7 +68,7 @@ def run_scheduler_process(*args: object, **kwargs: object) -> object:
 
 
 def pin_nothing() -> None:
-    """Let requests for pinned memory be requests for memory, which is all that there is without an accelerator."""
+    """Replace requests for pinned memory by requests for ordinary memory, the only one without an accelerator."""
 
     def unpinned(create: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args, pin_memory=False, **kwargs: create(*args, **kwargs)
@@ -166,7 +166,7 @@ class ContractSampler(sglang_sampler.Sampler):
         return tokens.to(torch.int32)
 
     def _learn(self, params: list[dict[str, Any]], device: torch.device) -> None:
-        """Give new requests rows of the token sampler."""
+        """Assign rows of the token sampler to new requests."""
         # SGLang prefills new prompts between decoding steps of the running batch, so known requests keep their rows. It
         # does not report which requests have ended: when too many are known, all but those of this call are forgotten.
         self._most_rows = max(self._most_rows, len(params))
@@ -304,7 +304,7 @@ def _rank() -> int:
 
 
 def read_images_from_files() -> None:
-    """Let SGLang's processor of models with images take names of files where it has pixels; in its main process."""
+    """Patch SGLang's processor of models with images to accept names of files for pixels; in its main process."""
     from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
     process = QwenVLImageProcessor.process_mm_data_async
@@ -333,7 +333,7 @@ def _identities(files: list[str]) -> Iterator[bytes]:
 
 
 def _set_identities(output: Any, identities: list[bytes]) -> None:
-    """Let SGLang keep features and keys by identities, as it goes by pixels alone and positions come from grids too."""
+    """Set the identities by which SGLang caches features and keys: its own, of pixels alone, ignore grids."""
     for item, identity in zip(output.mm_items, identities, strict=True):
         item.set_identity(identity)
     output.padded_input_ids = output.build_padded_input_ids(output.input_ids, output.mm_items)

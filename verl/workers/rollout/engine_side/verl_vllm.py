@@ -106,11 +106,11 @@ class WeightLoader:
             heads.load_weights(iter(head_weights))
 
     def begin_weights(self) -> None:
-        """Let vLLM take all weights anew."""
+        """Prepare vLLM to load all weights again."""
         self.begin_layers(self.model_runner.get_model())
 
     def begin_layers(self, model: nn.Module) -> None:
-        """Let vLLM take all weights of a model anew."""
+        """Prepare vLLM to load all weights of a model again."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(model)

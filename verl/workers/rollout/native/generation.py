@@ -252,7 +252,7 @@ class Generation:
         return groups
 
     def _start(self, groups: Sequence[Group], rows: list[int]) -> Tensor:
-        """Give the requests of the groups their rows."""
+        """Assign rows to the requests of the groups."""
         requests = [request for group in groups for _, request in group.members]
         params = [request.response_sampling for request in requests]
         members = [
@@ -339,7 +339,7 @@ class Generation:
         return rows, newest
 
     def _stream_parts(self) -> None:
-        """Give the newest tokens of the requests that stream."""
+        """Pass on the newest tokens of the requests that stream."""
         now = time.monotonic()
         if now - self._streamed_at < STREAM_EVERY_S:  # each part waits for the device
             return

@@ -184,7 +184,7 @@ class _Recorder:
 
 @contextmanager
 def _usable_random_numbers(device: torch.device) -> Iterator[None]:
-    """Give the device its random state back if the recording inside fails, after which it would refuse to draw."""
+    """Restore the device's random state if the recording inside fails, after which it would refuse to draw."""
     generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     before = generator.get_state()
     try:

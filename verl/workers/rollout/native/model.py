@@ -121,7 +121,7 @@ class NativeModel:
     # ---- weights
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Take the tensors as weights: themselves where device and format fit, copies elsewhere.
+        """Load the tensors as weights: themselves where device and format fit, copies elsewhere.
 
         Tensors that it holds already are only recognised; changes in their values need no copy.
 
@@ -157,7 +157,7 @@ class NativeModel:
         return dict(self.module.named_buffers()).get(name)
 
     def load_adapters(self, weights: AdaptedWeights | None, version: int) -> None:
-        """Take adapters, which are computed beside the weights, see :meth:`AdaptedLayers.load`; None removes them."""
+        """Load adapters, which are computed beside the weights, see :meth:`AdaptedLayers.load`; None removes them."""
         if self.adapters.drop() if weights is None else self.adapters.load(weights, version):
             self.forget()
 

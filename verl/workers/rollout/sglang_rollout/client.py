@@ -160,7 +160,7 @@ class SGLangClient(EngineClient):
                     take(index, scores_of(group[index], answer))
 
     def _follow(self, rule: ScoreRule) -> None:
-        """Let SGLang make distributions of prompts by a rule: in SGLang these have no temperature."""
+        """Set the rule by which SGLang scores prompts, which in SGLang itself have no temperature."""
         if rule == self._rule:
             return
         report = str(self.server.folder / "rule")
@@ -199,7 +199,7 @@ class SGLangClient(EngineClient):
         return size
 
     def _load(self, report: str, part: SharedPart | None = None, rule: ScoreRule | None = None) -> None:
-        """Let each rank load a part of the weights or follow a rule, if there is one, and write its report."""
+        """Make each rank load a part of the weights or follow a rule, if there is one, and write its report."""
         what = {"part": part and part.description(), "rule": rule and dataclasses.asdict(rule)}
         order = json.dumps({"report": report, "ranks": self._ranks_of_machine, **what}).encode()
         payload = base64.b64encode(pickle.dumps([(ORDER, _Bytes(order))])).decode()
@@ -231,7 +231,7 @@ class SGLangClient(EngineClient):
     def _request_body(
         self, responses: Sequence[PartialResponse], name: str | None = None
     ) -> Iterator[dict[str, object]]:
-        """Give :func:`request_of` with the images of the responses, whose files are there in the context."""
+        """Yield :func:`request_of` with the images of the responses, whose files exist inside the context."""
         arguments = request_of(responses, name)
         images = [PlacedImages.from_request(response.request, self._vision) for response in responses]
         with contextlib.ExitStack() as files:

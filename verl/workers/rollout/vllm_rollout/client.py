@@ -165,7 +165,7 @@ class VLLMClient(EngineClient):
             self.server.post_many(_GENERATE, bodies, take=take_answer)
 
     def _follow(self, rule: ScoreRule) -> None:
-        """Let vLLM's workers make distributions by a rule: those of a prompt have no temperature in vLLM."""
+        """Set the rule by which vLLM's workers score prompts, which in vLLM itself have no temperature."""
         if rule != self._rule:
             self._call_workers("follow_rule", rule.temperature, list(rule.unknown_ids))
             self._rule = rule

@@ -138,7 +138,7 @@ def engine_arguments(
 
 
 def _proposals(config: RolloutConfig, model_config: HFModelConfig, device: torch.device) -> dict[str, object]:
-    """Let the model's heads propose tokens; the model still draws as without them."""
+    """Return the arguments by which the model's heads propose tokens; the model still draws as without them."""
     mtp = model_config.mtp
     if not mtp.is_in_rollout:
         return {}
