@@ -309,10 +309,10 @@ class TokenRecord:
         """
         columns: dict[str, Tensor] = {}
         for rows, mask, recorded in self._seen:
-            there = mask.any(-1).cpu()
+            is_recorded = mask.any(-1).cpu()
             for name, values in recorded.items():
                 column = columns.setdefault(name, torch.full((self._bsz, response_length), missing))
-                column[rows.cpu()[there]] = values.float().masked_fill(~mask, missing).cpu()[there]
+                column[rows.cpu()[is_recorded]] = values.float().masked_fill(~mask, missing).cpu()[is_recorded]
         return DataProto.from_dict(tensors=columns) if columns else DataProto()
 
 

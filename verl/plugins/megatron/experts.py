@@ -198,8 +198,8 @@ class TokenRouter(TopKRouter):
         """
         experts = self.experts
         # By default as Transformers: in the model's format, then a softmax in fp32; where groups are chosen, in fp32.
-        usual = hidden.dtype if experts.groups is None else torch.float32
-        wide = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, usual)
+        default_dtype = hidden.dtype if experts.groups is None else torch.float32
+        wide = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, default_dtype)
         logits = functional.linear(hidden.flatten(0, 1).to(wide), self.weight.to(wide))
         scores = logits.softmax(-1, dtype=torch.promote_types(wide, torch.float32))
         if experts.groups is None:

@@ -134,38 +134,40 @@ class BoxExchange(MatrixExchange):
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """See :meth:`MatrixExchange.changes`."""
         held = {self._parameters[parameter].name: parameter for parameter in parameters}
-        alike: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup], list[MatrixParameter]] = defaultdict(list)
+        by_groups: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup], list[MatrixParameter]] = defaultdict(list)
         for parameter in parameters:
             matrix = self._parameters[parameter]
-            alike[matrix.copies, matrix.divided_by].append(matrix)
-        for (copies, divided_by), group_matrices in alike.items():
+            by_groups[matrix.copies, matrix.divided_by].append(matrix)
+        for (copies, divided_by), group_matrices in by_groups.items():
             ranks = dist.get_world_size(divided_by) * (1 if copies is None else dist.get_world_size(copies))
             # Matrices of about one size together: the ranks compute one each, and wait for the largest.
             group_matrices.sort(key=lambda matrix: (sum(matrix.stretches), matrix.name))
             for first in range(0, len(group_matrices), ranks):
-                together = group_matrices[first : first + ranks]
-                directions = [direction(held[matrix.name]).flatten() for matrix in together]
-                for matrix, part in zip(together, self._exchanged(together, directions, copies, change), strict=True):
+                batch = group_matrices[first : first + ranks]
+                directions = [direction(held[matrix.name]).flatten() for matrix in batch]
+                for matrix, part in zip(batch, self._exchanged(batch, directions, copies, change), strict=True):
                     yield held[matrix.name], part.view_as(held[matrix.name])
 
     def _exchanged(
         self,
-        together: Sequence[MatrixParameter],
+        parameters: Sequence[MatrixParameter],
         directions: list[Tensor],
         copies: dist.ProcessGroup | None,
         change: Callable[[Tensor], Tensor],
     ) -> list[Tensor]:
         """Return this rank's stretches of the changes, from those of the directions. Collective."""
         if copies is None:
-            tensors = [flat.view(matrix.shape).clone() for matrix, flat in zip(together, directions, strict=True)]
-            self._change(list(zip(together, tensors, strict=True)), change)
+            tensors = [flat.view(matrix.shape).clone() for matrix, flat in zip(parameters, directions, strict=True)]
+            self._change(list(zip(parameters, tensors, strict=True)), change)
             return tensors
         ranks, rank = dist.get_world_size(copies), dist.get_rank(copies)
         # The d-th of D ranks has every D-th parameter, beginning with the d-th.
-        order = [index for other in range(ranks) for index in range(other, len(together), ranks)]
+        order = [index for other in range(ranks) for index in range(other, len(parameters), ranks)]
         sent = torch.cat([directions[index] for index in order])
-        sizes = [sum(len(directions[index]) for index in range(other, len(together), ranks)) for other in range(ranks)]
-        own_matrices = together[rank::ranks]
+        sizes = [
+            sum(len(directions[index]) for index in range(other, len(parameters), ranks)) for other in range(ranks)
+        ]
+        own_matrices = parameters[rank::ranks]
         received_sizes = [sum(matrix.stretches[other] for matrix in own_matrices) for other in range(ranks)]
         received = sent.new_empty(sum(received_sizes))
         dist.all_to_all_single(received, sent, received_sizes, sizes, group=copies)
@@ -200,14 +202,14 @@ class BoxExchange(MatrixExchange):
         divided = [(matrix, tensor) for matrix, tensor in matrices if matrix.is_divided]
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         for first in range(0, len(divided), ranks):
-            together = divided[first : first + ranks]
-            sizes = [matrix.numel for matrix, _ in together] + [0] * (ranks - len(together))
-            sent = torch.cat([matrix.read(tensor) for matrix, tensor in together])
-            mine = together[rank][0] if rank < len(together) else None
+            batch = divided[first : first + ranks]
+            sizes = [matrix.numel for matrix, _ in batch] + [0] * (ranks - len(batch))
+            sent = torch.cat([matrix.read(tensor) for matrix, tensor in batch])
+            mine = batch[rank][0] if rank < len(batch) else None
             received = sent.new_empty(ranks * (mine.numel if mine else 0))
             dist.all_to_all_single(received, sent, None, sizes, group=group)
             if mine is not None:
                 received = torch.cat(mine.cut(change(mine.join(received.chunk(ranks))), ranks))
             dist.all_to_all_single(sent, received, sizes, None, group=group)
-            for (matrix, tensor), boxes in zip(together, sent.split(sizes[: len(together)]), strict=True):
+            for (matrix, tensor), boxes in zip(batch, sent.split(sizes[: len(batch)]), strict=True):
                 matrix.write(tensor, boxes)

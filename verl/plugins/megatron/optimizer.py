@@ -82,7 +82,7 @@ class _Share:
         matrix_bounds = sorted((*bounds, name) for name, bounds in self.bounds.items() if name in matrices)
         cursor = self.first
         for start, stop, name in (*matrix_bounds, (end, end, None)):
-            start, stop = (min(max(place, self.first), end) for place in (start, stop))
+            start, stop = (min(max(bound, self.first), end) for bound in (start, stop))
             while cursor < start:
                 cut = start if at_once is None else min(start, cursor + at_once)
                 yield cursor, cut, None
@@ -93,14 +93,14 @@ class _Share:
 
     def part(self, begin: int, end: int, matrix: str | None) -> _Stretch:
         """Make the part between two places of the bucket; its fp32 weights are the model's own until it has others."""
-        here = slice(begin - self.first, end - self.first)
+        own_slice = slice(begin - self.first, end - self.first)
         ranges = {
             name: _Range(max(start, begin) - begin, min(stop, end) - begin, max(start, begin) - start)
             for name, (start, stop) in self.bounds.items()
             if max(start, begin) < min(stop, end)
         }
-        weights = self.weights[here]
-        return _Stretch(nn.Parameter(weights), weights, self.gradient[here], ranges, matrix)
+        weights = self.weights[own_slice]
+        return _Stretch(nn.Parameter(weights), weights, self.gradient[own_slice], ranges, matrix)
 
     def rank_sizes(self, name: str) -> list[int]:
         """Elements of a parameter that each rank of the group has."""
@@ -259,7 +259,7 @@ class MegatronOptimizer:
         # Of whole shares, because the norm's last bits would depend on where these are cut.
         for share, _ in self._shares:
             full = share.part(share.first, share.first + share.weights.numel(), None)
-            yield from ((name, full.gradient[here.first : here.end]) for name, here in full.ranges.items())
+            yield from ((name, full.gradient[bounds.first : bounds.end]) for name, bounds in full.ranges.items())
 
     def grad_norm(self) -> float:
         """Norm of all gradients, in fp32, the same on every rank. Collective."""
@@ -434,6 +434,6 @@ class MegatronOptimizer:
 
     @staticmethod
     def _fill(part: _Stretch, value: Tensor, by_parameter: Mapping[str, Tensor]) -> None:
-        for name, here in part.ranges.items():
-            count = here.end - here.first
-            value[here.first : here.end] = by_parameter[name].reshape(-1)[here.offset : here.offset + count]
+        for name, bounds in part.ranges.items():
+            count = bounds.end - bounds.first
+            value[bounds.first : bounds.end] = by_parameter[name].reshape(-1)[bounds.offset : bounds.offset + count]

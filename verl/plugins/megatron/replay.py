@@ -129,8 +129,8 @@ class RouterReplay:
             return
         mask = part.data.batch["attention_mask"].bool().cpu()
         part_routing = self._recorded[part.rows]
-        for place, index in enumerate(sorted(choices)):
-            part_routing[:, :, index][mask] = experts[:, place]
+        for position, index in enumerate(sorted(choices)):
+            part_routing[:, :, index][mask] = experts[:, position]
         self._recorded[part.rows] = part_routing
 
     def recorded(self, device: torch.device) -> Tensor:

@@ -220,9 +220,9 @@ class Division:
 
     def _vocabulary(self, name: str, parameter: str, shape: tuple[int, ...]) -> ShardRegion:
         """Rows of a vocabulary that is padded at its end to a multiple of the ranks."""
-        each = -(-shape[0] // self.ranks)
-        first = min(self.rank * each, shape[0])
-        count = min(each, shape[0] - first)
+        rank_rows = -(-shape[0] // self.ranks)
+        first = min(self.rank * rank_rows, shape[0])
+        count = min(rank_rows, shape[0] - first)
         return ShardRegion(
             name, parameter, (first, 0), (count, shape[1]), lambda tensor: tensor[:count], is_divided=True
         )

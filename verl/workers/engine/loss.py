@@ -167,20 +167,20 @@ class MetricSum:
         numbers = iter(_read([value for parts in self._values.values() for _, value in parts]))
         mine = {name: _combine(name, [w * next(numbers) for w, _ in parts]) for name, parts in self._values.items()}
         # One collective for both: each costs a round trip per mini-batch.
-        both = gathered([(mine, problems)], group)
+        reports = gathered([(mine, problems)], group)
         # In one order on all ranks, although a rank of fillers alone reports no metrics.
-        names = sorted({name for rank, _ in both for name in rank})
-        metrics = {name: _combine(name, [rank[name] for rank, _ in both if name in rank]) for name in names}
-        return metrics, [problem for _, problems in both for problem in problems]
+        names = sorted({name for rank, _ in reports for name in rank})
+        metrics = {name: _combine(name, [rank[name] for rank, _ in reports if name in rank]) for name in names}
+        return metrics, [problem for _, problems in reports for problem in problems]
 
 
 def _read(values: Sequence[Tensor | float]) -> list[float]:
     """Return numbers and scalar tensors as numbers, waiting once for all tensors of one device and format."""
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for value in values:
         if isinstance(value, Tensor):
-            alike.setdefault((value.device, value.dtype), []).append(value.reshape(()))
-    read = {kind: iter(torch.stack(tensors).tolist()) for kind, tensors in alike.items()}
+            by_kind.setdefault((value.device, value.dtype), []).append(value.reshape(()))
+    read = {kind: iter(torch.stack(tensors).tolist()) for kind, tensors in by_kind.items()}
     return [float(next(read[v.device, v.dtype]) if isinstance(v, Tensor) else v) for v in values]
 
 

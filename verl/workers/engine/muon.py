@@ -163,14 +163,14 @@ class RowExchange(MatrixExchange):
             # Matrices of about one size together: the ranks compute one each, and wait for the largest.
             held.sort(key=lambda parameter: parameter.numel())
             for start in range(0, len(held), at_once):
-                together = held[start : start + at_once]
-                directions = [direction(parameter) for parameter in together]
+                batch = held[start : start + at_once]
+                directions = [direction(parameter) for parameter in batch]
                 if ranks is None:
                     parts = [change(matrix) for matrix in directions]
                 else:
-                    shapes = [(parameter.shape[0], parameter.shape[1]) for parameter in together]
+                    shapes = [(parameter.shape[0], parameter.shape[1]) for parameter in batch]
                     parts = _exchanged_changes(directions, shapes, change, ranks)
-                yield from zip(together, parts, strict=True)
+                yield from zip(batch, parts, strict=True)
 
 
 def _ranks_with_rows(parameter: nn.Parameter) -> dist.ProcessGroup | None:

@@ -112,8 +112,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, loss_sca
         layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None, ())
         by_layout[layout].append(part)
     squares = [
-        _sum_over_shards(torch.stack(torch._foreach_norm(alike, dtype=torch.float32)).square().sum(), *layout)
-        for layout, alike in by_layout.items()
+        _sum_over_shards(torch.stack(torch._foreach_norm(same_layout, dtype=torch.float32)).square().sum(), *layout)
+        for layout, same_layout in by_layout.items()
     ]
     total = torch.stack(squares).sum()
     norm = total.sqrt().item()

@@ -313,21 +313,21 @@ class NaiveRewardManager(AbstractRewardManager):
     def _extra_infos(self, data: DataProto, texts: Sequence[ResponseTexts]) -> list[dict[str, object]]:
         columns, tensors = data.non_tensor_batch, tensors_of(data)
         extras = [dict(info or {}) for info in columns.get("extra_info", [None] * len(data))]
-        beside: dict[str, Sequence[object]] = {
+        additions: dict[str, Sequence[object]] = {
             "last_turn_str": [text.last_turn_str for text in texts],
             "conversation_str": [text.conversation_str for text in texts],
         }
         if "__num_turns__" in columns:
-            beside["num_turns"] = columns["__num_turns__"].tolist()
+            additions["num_turns"] = columns["__num_turns__"].tolist()
         if "raw_prompt" in columns:
-            beside["raw_prompt"] = columns["raw_prompt"].tolist()
+            additions["raw_prompt"] = columns["raw_prompt"].tolist()
         if "reward_scores" in columns:
-            beside["rollout_reward_scores"] = columns["reward_scores"].tolist()
+            additions["rollout_reward_scores"] = columns["reward_scores"].tolist()
         if "rm_scores" in tensors.keys():
-            beside["rm_score"] = tensors["rm_scores"].sum(-1, dtype=torch.float64).tolist()
+            additions["rm_score"] = tensors["rm_scores"].sum(-1, dtype=torch.float64).tolist()
         names = ("tool_rewards", "tool_call_counts", "tool_failures")
-        beside |= {name: columns[name].tolist() for name in names if name in columns}
-        for name, values in beside.items():
+        additions |= {name: columns[name].tolist() for name in names if name in columns}
+        for name, values in additions.items():
             for info, value in zip(extras, values, strict=True):
                 info[name] = value
         return extras
@@ -425,7 +425,7 @@ def unreadable_truths(
 def _check_truths(dataset: RLHFDataset, reward_format: str | None = None, reward_fn_key: str = "data_source") -> None:
     if unreadable := unreadable_truths(dataset, reward_format, reward_fn_key):
         item, source, error = unreadable[0]
-        tests = sum(each.count for *_, each in unreadable if isinstance(each, UnusableTestsError))
+        tests = sum(error.count for *_, error in unreadable if isinstance(error, UnusableTestsError))
         raise DataError(
             f"{len(unreadable)} of {len(dataset)} rows have a ground truth that their scorer cannot read"
             f"{f' ({tests} tests of programs)' if tests else ''}. The first is "

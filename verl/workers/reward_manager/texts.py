@@ -38,7 +38,7 @@ def response_texts(data: DataProto, tokenizer: object) -> list[ResponseTexts]:
     """
     turns = policy_turns(data)
     decoded = iter(_decoded(tokenizer, [turn for row_turns in turns for turn in row_turns]))
-    spoken = [[next(decoded) for _ in row_turns] for row_turns in turns]
+    turn_texts = [[next(decoded) for _ in row_turns] for row_turns in turns]
     present = compute_response_mask(data).bool().cpu()
     responses = data.batch["responses"].cpu()
     # Most responses are one turn, whose text is known.
@@ -55,7 +55,7 @@ def response_texts(data: DataProto, tokenizer: object) -> list[ResponseTexts]:
             texts[-1] if texts else "",
             full_texts[row] if row in full_texts else texts[0],
         )
-        for row, (texts, answer) in enumerate(zip(spoken, answers, strict=True))
+        for row, (texts, answer) in enumerate(zip(turn_texts, answers, strict=True))
     ]
 
 

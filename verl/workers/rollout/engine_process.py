@@ -265,9 +265,9 @@ class EngineProcess:
 
     def _was_killed(self) -> bool:
         """Return whether a signal from outside ended the server."""
-        ended = re.search(rf"ended with status -({signal.SIGKILL:d}|{signal.SIGTERM:d})\.", self.log_tail())
+        status = re.search(rf"ended with status -({signal.SIGKILL:d}|{signal.SIGTERM:d})\.", self.log_tail())
         unseen = server_guard.ENDED not in self.log_tail(lines=None)  # the guard itself was killed
-        return bool(unseen or ended or KILLED_CHILD.search(self.log_tail(lines=None)))
+        return bool(unseen or status or KILLED_CHILD.search(self.log_tail(lines=None)))
 
     def _stopped_process(self) -> int | None:
         """Return the id of a process of the server that is stopped (SIGSTOP), if any."""
@@ -427,8 +427,8 @@ class EngineProcess:
         task, timer = asyncio.ensure_future(work), HangTimer(self._hang_limits)
         try:
             while True:
-                ended, _ = await asyncio.wait({task}, timeout=_CHECK_S)
-                if ended:
+                done, _ = await asyncio.wait({task}, timeout=_CHECK_S)
+                if done:
                     return task.result()
                 if not self.is_running:
                     raise _LostError("has ended")

@@ -41,10 +41,10 @@ class FileNames:
         self._joined: frozenset[str] = frozenset()
         # Files have experts apart, or (Qwen3-VL) joined in another way.
         for self._takes_pieces in (True, False) if can_part else ():
-            apart: dict[str, Tensor] = {}
+            separate: dict[str, Tensor] = {}
             for name in joined:
-                apart |= dict(self._apart(name, live[name], len(live[name]) // 2 + 1))
-            if _shapes(apart) == _shapes(file_tensors):
+                separate |= dict(self._apart(name, live[name], len(live[name]) // 2 + 1))
+            if _shapes(separate) == _shapes(file_tensors):
                 self._joined = frozenset(joined)
                 break
         self._stacked = frozenset(
@@ -75,9 +75,9 @@ class FileNames:
         first_of_box = 0 if self._takes_pieces else start  # a tensor for each expert, or one of all
         for first in range(0, len(full), count):
             low, high = (min(max(bound - start, 0), held) for bound in (first, first + count))
-            here = dict(self._piece(name, tensor.box[low:high], start + low)) if high > low else {}
+            own_parts = dict(self._piece(name, tensor.box[low:high], start + low)) if high > low else {}
             for in_file, part in self._piece(name, full[first : first + count], first):
-                box = here.get(in_file, tensor.box[:0])
+                box = own_parts.get(in_file, tensor.box[:0])
                 yield in_file, DividedTensor(part.shape, box, (first_of_box,) + (0,) * (part.dim() - 1))
 
     def _is_joined(self, name: str) -> bool:

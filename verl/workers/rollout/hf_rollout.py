@@ -154,11 +154,14 @@ class HFRollout(BaseRollout):
 
     def _generate_batch(self, requests: list[RolloutRequest], aborted: Event) -> list[RolloutOutput]:
         params = [request.response_sampling for request in requests]
-        longest, most = max(p.max_tokens for p in params), max(request.sampling.max_tokens for request in requests)
+        longest, max_new_tokens = (
+            max(p.max_tokens for p in params),
+            max(request.sampling.max_tokens for request in requests),
+        )
         returns_routing = any(request.returns_routing for request in requests)
         batch = DecodingBatch(
             [PromptWithImages(tuple(r.prompt_ids), r.images, tuple(r.places_of_text)) for r in requests],
-            most,
+            max_new_tokens,
             self._awake_module(),
             self.config.max_num_batched_tokens,
             self._routers if returns_routing else None,
@@ -176,7 +179,7 @@ class HFRollout(BaseRollout):
         before = torch.tensor([request.drawn_count for request in requests], device=self.device)
         for row, request in enumerate(requests):
             tokens[row, : request.drawn_count] = torch.tensor(request.drawn_ids, device=self.device)
-        for step in range(most):
+        for step in range(max_new_tokens):
             self.report_state(if_due=True)
             # Rows that have ended may still be in the batch.
             at = (before[batch.rows] + step).clamp(max=longest)

@@ -123,8 +123,8 @@ class HttpClient:
             waiting: set[asyncio.Future[object]] = set(tasks)
             while waiting:
                 pause = None if cancel is None else _CANCEL_AGAIN_S
-                ended, waiting = await asyncio.wait(waiting, timeout=pause, return_when=asyncio.FIRST_EXCEPTION)
-                for task in ended:
+                done, waiting = await asyncio.wait(waiting, timeout=pause, return_when=asyncio.FIRST_EXCEPTION)
+                for task in done:
                     task.result()  # raises the first error
                 if waiting and cancel is not None and cancelled.is_set():
                     # Repeated, because a request that is still being sent is not yet known to the server.

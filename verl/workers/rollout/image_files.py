@@ -56,7 +56,7 @@ class ImageFiles:
                     self._paths.pop(digest).unlink(missing_ok=True)
 
     def _written(self, digest: bytes, pixels: np.ndarray, grid: np.ndarray, seconds: float | None) -> Path:
-        both = zip(IMAGE_INPUTS, (torch.from_numpy(pixels), torch.from_numpy(grid.copy())), strict=True)
-        tensors: dict[str, torch.Tensor] = dict(both)
+        inputs = zip(IMAGE_INPUTS, (torch.from_numpy(pixels), torch.from_numpy(grid.copy())), strict=True)
+        tensors: dict[str, torch.Tensor] = dict(inputs)
         tensors |= {} if seconds is None else {SECONDS: torch.tensor([seconds], dtype=torch.float32)}
         return save_tensors(tensors, self._folders, f"{digest.hex()}.safetensors", "images")

@@ -187,8 +187,8 @@ class NativeRollout(BaseRollout):
             prompt = max(len(request.prompt_ids) for request in requests)
             response = max(request.sampling.max_tokens for request in requests) - 1
             self._answer_all(queue, self._memory_for(len(requests), prompt, response))
-            unbegun = self._output([], [], "abort")  # aborted before it took any
-        return [cast(RolloutOutput, answers.get(request_id, unbegun)) for request_id in range(len(requests))]
+            unstarted = self._output([], [], "abort")  # aborted before it took any
+        return [cast(RolloutOutput, answers.get(request_id, unstarted)) for request_id in range(len(requests))]
 
     @torch.inference_mode()
     def serve(self, queue: RequestQueue) -> None:

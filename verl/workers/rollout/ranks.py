@@ -58,11 +58,11 @@ class EnginePlacement:
         """
         visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         index = device.index or 0
-        here = (machine_identity(), visible[index] if visible and device.type == "cuda" else str(index))
-        first, ranks = rank - rank % ranks_per_engine, [here]
+        identity = (machine_identity(), visible[index] if visible and device.type == "cuda" else str(index))
+        first, ranks = rank - rank % ranks_per_engine, [identity]
         if ranks_per_engine > 1:
-            ranks = [here] * dist.get_world_size()
-            dist.all_gather_object(ranks, here)
+            ranks = [identity] * dist.get_world_size()
+            dist.all_gather_object(ranks, identity)
             ranks = ranks[first : first + ranks_per_engine]
         counts = {machine: len(list(same)) for machine, same in itertools.groupby(machine for machine, _ in ranks)}
         if sum(counts.values()) != ranks_per_engine or len(set(counts.values())) > 1:
@@ -72,12 +72,12 @@ class EnginePlacement:
                 f"as many of them each (rank by rank: {hosts}). Use a tensor_model_parallel_size that divides "
                 "n_gpus_per_node, or is a multiple of it."
             )
-        devices = ",".join(device_id for machine, device_id in ranks if machine == here[0])
+        devices = ",".join(device_id for machine, device_id in ranks if machine == identity[0])
         return cls(
             devices if device.type == "cuda" else None,
-            [*counts].index(here[0]),
+            [*counts].index(identity[0]),
             len(counts),
-            rank == first or ranks[rank - first - 1][0] != here[0],
+            rank == first or ranks[rank - first - 1][0] != identity[0],
         )
 
 
@@ -128,8 +128,8 @@ class MachineRanks:
         dist.all_gather_object(machines, self.machine)
         for rank, machine in enumerate(machines):
             self.ranks_of_machines.setdefault(machine, []).append(rank)
-        here = self.ranks_of_machines[self.machine]
-        self.rank, self.size = here.index(dist.get_rank()), len(here)
+        local_ranks = self.ranks_of_machines[self.machine]
+        self.rank, self.size = local_ranks.index(dist.get_rank()), len(local_ranks)
         groups = [range(len(machines))] if in_step else [ranks for _, ranks in sorted(self.ranks_of_machines.items())]
         for ranks in groups:
             group = dist.new_group([*ranks], backend="gloo", timeout=datetime.timedelta(seconds=EXCHANGE_S))

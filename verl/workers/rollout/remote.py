@@ -268,8 +268,8 @@ class RemoteRollout(BaseRollout):
         self._wake_memory(MEMORY)
         self.weight_version = version
         if self._engine is not None:
-            took, size = time.perf_counter() - began, self.sent_bytes / _MIB
-            logger.info("%s engine: version %d loaded, %.1f MiB in %.3f s", self.config.name, version, size, took)
+            seconds, size = time.perf_counter() - began, self.sent_bytes / _MIB
+            logger.info("%s engine: version %d loaded, %.1f MiB in %.3f s", self.config.name, version, size, seconds)
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], version: int, is_for_engine: bool = True) -> None:
         """Send weights to this rank's engine, and take part in gathering and writing them for other ranks' engines."""

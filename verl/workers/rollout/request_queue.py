@@ -81,8 +81,8 @@ class RequestQueue:
     def interrupt(self) -> None:
         """Abort as :meth:`abort` does, and answer the requests that the engine has not begun, without tokens."""
         with self._changed:
-            unbegun, self._waiting = self._waiting, deque()
-        for request_id, _ in unbegun:
+            unstarted, self._waiting = self._waiting, deque()
+        for request_id, _ in unstarted:
             self._on_answer(request_id, RolloutOutput([], [], "abort", NO_WEIGHTS))
         self.abort()
 

@@ -92,8 +92,8 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     tokens = block * size + torch.arange(size, device=probs.device)
     in_block = probs.gather(-1, tokens.clamp(max=vocabulary - 1)) * (tokens < vocabulary)
     cdf = _cumulative(in_block)
-    place = torch.searchsorted(cdf, _below(target - start, cdf[:, -1:]), right=True)
-    return (block * size + place).squeeze(-1).clamp(max=vocabulary - 1)
+    index = torch.searchsorted(cdf, _below(target - start, cdf[:, -1:]), right=True)
+    return (block * size + index).squeeze(-1).clamp(max=vocabulary - 1)
 
 
 def _below(target: Tensor, total: Tensor) -> Tensor:

@@ -107,10 +107,10 @@ class TokenScores:
             )
         values = torch.tensor(log_probs, dtype=torch.float32)
         if not bool(values.isfinite().all()):
-            place = int((~values.isfinite()).nonzero()[0])
+            token_index = int((~values.isfinite()).nonzero()[0])
             raise RolloutError(
-                f"{source} gave log-prob {float(values[place])} to token {request.scored_ids[place]}: its logits are "
-                "not finite, or its tokenizer lacks this token. Scoring needs a model of the policy's vocabulary."
+                f"{source} gave log-prob {float(values[token_index])} to token {request.scored_ids[token_index]}: its "
+                "logits are not finite, or its tokenizer lacks this token. Scoring needs a model of the policy's vocabulary."
             )
         shape = (count, request.top_k)
         ids = torch.tensor([[token for token, _ in entries] for entries in top], dtype=torch.int32)

@@ -432,12 +432,12 @@ class FileBuffer(SharedBuffer):
             if machine_reserved.problem is not None
         }:
             return full
-        here = reserved[self._ranks.machine]
+        local = reserved[self._ranks.machine]
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # copies into the mapping that ends here
         unpin(self._memory)
-        self.path = here.path
-        self._memory = torch.from_file(here.path, shared=True, size=here.size, dtype=torch.uint8)
+        self.path = local.path
+        self._memory = torch.from_file(local.path, shared=True, size=local.size, dtype=torch.uint8)
         self._room = min(machine_reserved.size for machine_reserved in reserved.values())
         self._paths = {machine: machine_reserved.path for machine, machine_reserved in reserved.items()}
         return {}

@@ -169,9 +169,9 @@ class TextAlignment:
         needed = ("teacher_prompts", "teacher_prompts_mask", "responses", "response_mask", "attention_mask")
         require(batch, needed, "a teacher with another tokenizer")
         columns = batch.batch
-        learnt, width = columns["response_mask"].bool().cpu(), columns["responses"].shape[1]
+        is_trained, width = columns["response_mask"].bool().cpu(), columns["responses"].shape[1]
         present = columns["attention_mask"][:, -width:].bool().cpu()
-        mixed = (learnt.any(-1) & (learnt != present).any(-1)).nonzero().flatten().tolist()
+        mixed = (is_trained.any(-1) & (is_trained != present).any(-1)).nonzero().flatten().tolist()
         if mixed:
             raise DataError(
                 f"distillation.alignment=text: in row {mixed[0]} the policy did not choose every token of the "
@@ -179,13 +179,13 @@ class TextAlignment:
                 "which the teacher does not read. Take a teacher with the policy's tokenizer, or leave such rows out."
             )
         aligned = [
-            self.response(ids[keep].tolist()) for ids, keep in zip(columns["responses"].cpu(), learnt, strict=True)
+            self.response(ids[keep].tolist()) for ids, keep in zip(columns["responses"].cpu(), is_trained, strict=True)
         ]
-        span_ends = torch.full(learnt.shape, NO_SPAN)
+        span_ends = torch.full(is_trained.shape, NO_SPAN)
         places = torch.full((len(batch), max([1, *(len(response.teacher_ids) for response in aligned)])), NO_SPAN)
         for row, response in enumerate(aligned):
-            policy_places = learnt[row].nonzero().flatten()
-            last = {span: int(place) for place, span in zip(policy_places, response.policy_spans, strict=True)}
+            policy_places = is_trained[row].nonzero().flatten()
+            last = {span: int(position) for position, span in zip(policy_places, response.policy_spans, strict=True)}
             last[NO_SPAN] = NO_SPAN
             span_ends[row, policy_places] = torch.tensor(
                 [last[span] for span in response.policy_spans], dtype=torch.long

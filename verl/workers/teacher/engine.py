@@ -67,8 +67,8 @@ class EngineTeacher:
         if has_own_tokens and teacher.inference.max_model_len is None:
             # The lengths of prompt and response are in the policy's tokens; the teacher may have more for a text.
             room = 2 * (config.prompt_length + config.response_length) + 1
-            most = getattr(hf_config_of(model).get_text_config(), "max_position_embeddings", room)
-            config = replace(config, max_model_len=min(room, most))
+            max_positions = getattr(hf_config_of(model).get_text_config(), "max_position_embeddings", room)
+            config = replace(config, max_model_len=min(room, max_positions))
         if config.tensor_model_parallel_size > 1:
             ensure_process_group(device, time_limits(model.path).collective_s)  # ranks of an engine exchange values
         # Ids that this tokenizer lacks have no share of the teacher's distribution.
@@ -182,13 +182,13 @@ def requests_of(
     width = columns["responses"].shape[1]
     images = data.non_tensor_batch.get("multi_modal_inputs", [None] * len(data))
     requests: list[ScoreRequest | None] = []
-    for ids, has_token, learnt, inputs in zip(
+    for ids, has_token, is_trained, inputs in zip(
         columns["input_ids"], columns["attention_mask"].bool(), columns["response_mask"].bool(), images, strict=True
     ):
-        if not bool(learnt.any()):
+        if not bool(is_trained.any()):
             requests.append(None)
             continue
-        first, last = int(learnt.nonzero()[0]), int(learnt.nonzero()[-1])
+        first, last = int(is_trained.nonzero()[0]), int(is_trained.nonzero()[-1])
         end = len(ids) - width + last + 1
         tokens = ids[:end][has_token[:end]]
         shared = inputs or None
@@ -197,7 +197,7 @@ def requests_of(
         text_places: tuple[int, ...] = ()
         if vision is not None:  # the policy may draw the id of an image, also where there is none
             is_drawn = torch.zeros_like(has_token)
-            is_drawn[-width:] = learnt
+            is_drawn[-width:] = is_trained
             is_drawn = is_drawn[:end][has_token[:end]]
             text_places = tuple((is_drawn & vision.marked(tokens)).nonzero().flatten().tolist())
         requests.append(
@@ -210,16 +210,16 @@ def columns_of(
     data: DataProto, requests: Sequence[ScoreRequest | None], scores: Sequence[TokenScores], top_k: int
 ) -> DataProto:
     """Put scores at the places of their tokens; those that the policy did not draw stay 0."""
-    learnt = data.batch["response_mask"].bool()
-    log_probs = torch.zeros(learnt.shape)
-    top_ids = torch.zeros((*learnt.shape, top_k), dtype=torch.int32)
-    top_log_probs = torch.zeros((*learnt.shape, top_k))
+    is_trained = data.batch["response_mask"].bool()
+    log_probs = torch.zeros(is_trained.shape)
+    top_ids = torch.zeros((*is_trained.shape, top_k), dtype=torch.int32)
+    top_log_probs = torch.zeros((*is_trained.shape, top_k))
     scored = iter(scores)
     for row, request in enumerate(requests):
         if request is None:
             continue
         row_scores = next(scored)
-        places = learnt[row].nonzero().flatten().cpu()
+        places = is_trained[row].nonzero().flatten().cpu()
         at = places - places[0]
         log_probs[row, places] = row_scores.log_probs[at]
         top_ids[row, places] = row_scores.top_ids[at]

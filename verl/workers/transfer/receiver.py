@@ -143,8 +143,8 @@ class ReceivedWeights:
         self._store = plan.address.connect()
         if self._rank in plan.leaders:
             options = self._config.engine_kwargs.get(plan.transport) or {}
-            place, size = 1 + plan.leaders.index(self._rank), 1 + len(plan.leaders)
-            participant = Participant(place, size, self._device, options)
+            participant_rank, size = 1 + plan.leaders.index(self._rank), 1 + len(plan.leaders)
+            participant = Participant(participant_rank, size, self._device, options)
             self._transport = transport_class(self._config, plan.transport)(participant)
         self._session = plan.address.session
 

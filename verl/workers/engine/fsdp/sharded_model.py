@@ -196,10 +196,10 @@ class ShardedModel(BaseEngine):
             "model.enable_activation_offload": model.enable_activation_offload and not config.forward_only,
             "optim.optimizer=Muon": self.optimizer_config is not None and self.optimizer_config.is_muon,
         }
-        if together := [key for key, is_set in refused.items() if is_set]:
+        if conflicts := [key for key, is_set in refused.items() if is_set]:
             raise ConfigError(
                 f"fsdp_config.tensor_parallel_size={config.tensor_parallel_size} does not go with "
-                f"{', '.join(together)}. Use tensor_parallel_size=1, or leave the other out."
+                f"{', '.join(conflicts)}. Use tensor_parallel_size=1, or leave the other out."
             )
 
     def build(self, dtype: torch.dtype) -> HeadedModel:

@@ -298,11 +298,11 @@ def copy_into(parameter: DTensor, full: Tensor | None, dtype: torch.dtype) -> No
     """Distribute ``full``, of format ``dtype``, which rank 0 holds and others pass as None. Collective."""
     mesh = parameter.device_mesh
     # Sent in the narrower format; the ranks convert their parts.
-    sent = min(dtype, parameter.dtype, key=lambda each: each.itemsize)
+    sent_dtype = min(dtype, parameter.dtype, key=lambda candidate: candidate.itemsize)
     if full is None:
-        buffer = torch.empty(parameter.shape, dtype=sent, device=mesh.device_type)
+        buffer = torch.empty(parameter.shape, dtype=sent_dtype, device=mesh.device_type)
     else:
-        buffer = full.detach().to(device=mesh.device_type, dtype=sent)
+        buffer = full.detach().to(device=mesh.device_type, dtype=sent_dtype)
     if mesh.size() == dist.get_world_size() and len(parts_of_ranks(parameter)) < 2:
         part = distribute_tensor(buffer, mesh, parameter.placements).to_local()
     else:  # rank 0 is in no group that could scatter, or rows and columns are divided

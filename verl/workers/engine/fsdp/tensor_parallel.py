@@ -259,9 +259,9 @@ class _OverVocabulary(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
         _distribute(module, device_mesh, Shard(0))
-        each = -(-module.num_embeddings // device_mesh.size())
-        first = device_mesh.get_local_rank() * each
-        count = max(min(each, module.num_embeddings - first), 0)
+        rank_rows = -(-module.num_embeddings // device_mesh.size())
+        first = device_mesh.get_local_rank() * rank_rows
+        count = max(min(rank_rows, module.num_embeddings - first), 0)
         # The row without gradients, among those of this rank.
         padding = module.padding_idx
         is_here = padding is not None and first <= padding < first + count
@@ -306,7 +306,7 @@ def _ties(model: nn.Module) -> list[list[str]]:
     names: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(weight), []).append(name)
-    return [alike for alike in names.values() if len(alike) > 1]
+    return [tied for tied in names.values() if len(tied) > 1]
 
 
 def _share_input(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -26,8 +26,8 @@ def chunk_rows(weight: Tensor, chunk_elements: int | None = None) -> int:
 
     ``chunk_elements`` is the largest number of logits; None takes that of the weight's device.
     """
-    most = chunk_elements or (CHUNK_ELEMENTS if weight.device.type == "cpu" else GPU_CHUNK_ELEMENTS)
-    return max(1, most // weight.shape[0])
+    max_elements = chunk_elements or (CHUNK_ELEMENTS if weight.device.type == "cpu" else GPU_CHUNK_ELEMENTS)
+    return max(1, max_elements // weight.shape[0])
 
 
 @dataclass(frozen=True)

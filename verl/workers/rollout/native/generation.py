@@ -331,9 +331,9 @@ class Generation:
         self.response_tokens += len(rows)
         places = self._stop.unfinished(self._tokens, rows, step)
         if len(places) < len(rows):
-            ended = torch.ones_like(rows, dtype=torch.bool)
-            ended[places] = False
-            self._finish(rows[ended], ended.nonzero().flatten().tolist())
+            has_ended = torch.ones_like(rows, dtype=torch.bool)
+            has_ended[places] = False
+            self._finish(rows[has_ended], has_ended.nonzero().flatten().tolist())
             places = self._memory.keep(places)
             rows, newest = rows[places], newest[places]
         return rows, newest

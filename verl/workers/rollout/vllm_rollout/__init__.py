@@ -89,10 +89,10 @@ class VLLMRollout(RemoteRollout):
         return PartialResponse(request, params, is_end, ends, has_adapters=self._holds_base)
 
     def _check_top_k(self, top_k: int) -> None:
-        most = self._arguments.get("max_logprobs", VLLM_MAX_LOGPROBS)
-        if top_k > most >= 0:  # -1 is no limit
+        max_logprobs = self._arguments.get("max_logprobs", VLLM_MAX_LOGPROBS)
+        if top_k > max_logprobs >= 0:  # -1 is no limit
             raise RolloutError(
-                f"top_k={top_k}: this vLLM returns at most max_logprobs={most} most likely tokens. Set "
+                f"top_k={top_k}: this vLLM returns at most max_logprobs={max_logprobs} most likely tokens. Set "
                 f"engine_kwargs.vllm.max_logprobs={top_k}."
             )
 
