@@ -110,7 +110,8 @@ class TokenScores:
             token_index = int((~values.isfinite()).nonzero()[0])
             raise RolloutError(
                 f"{source} gave log-prob {float(values[token_index])} to token {request.scored_ids[token_index]}: its "
-                "logits are not finite, or its tokenizer lacks this token. Scoring needs a model of the policy's vocabulary."
+                "logits are not finite, or its tokenizer lacks this token. Scoring needs a model of the policy's "
+                "vocabulary."
             )
         shape = (count, request.top_k)
         ids = torch.tensor([[token for token, _ in entries] for entries in top], dtype=torch.int32)
