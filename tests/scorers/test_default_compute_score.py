@@ -46,6 +46,11 @@ def test_a_setting_that_nobody_takes():
     check_settings(["format_score", "method", "score"])
 
 
+def test_a_data_source_of_a_plugin_is_not_registered_again():
+    with pytest.raises(ConfigError, match=r"'apps' is registered twice: verl\.plugins\.sandbox\.prime_code:SCORER"):
+        register_scorer("apps")(lambda solution_str, ground_truth: 1.0)
+
+
 @pytest.mark.parametrize(
     "source, says",
     [
