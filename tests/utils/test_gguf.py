@@ -1,6 +1,7 @@
 """A model may be a GGUF file: it becomes a model folder with the same numbers, tokens and ends, once."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import gguf
@@ -133,3 +134,20 @@ def test_an_architecture_that_transformers_does_not_know(tmp_path):
     writer.close()
     with pytest.raises(ConfigError, match=r"strange\.gguf' cannot be converted: .*strange"):
         resolve_model_path(str(file))
+
+
+@pytest.mark.slow
+def test_adapters_of_a_gguf_file_are_trained_merged_and_generate(file, tmp_path):
+    import verl
+    from verl.model_merger.__main__ import main
+
+    rows = [{"prompt": "What is 1 + 1?", "completion": "2"}] * 4
+    result = verl.sft(str(file), rows, lora_rank=4, lr=0.1, total_training_steps=2, output_dir=tmp_path / "run")
+    [adapters] = tmp_path.rglob("adapter_config.json")
+    assert json.loads(adapters.read_text())["base_model_name_or_path"] == str(file)
+    main(["merge", "--local_dir", str(adapters.parents[1]), "--target_dir", str(tmp_path / "merged")])
+    texts = []
+    for model in (str(file), tmp_path / "merged", result):
+        [row] = verl.generate(model, ["What is 1 + 1?"], do_sample=False, response_length=8)
+        texts += row["responses"]
+    assert texts[1] == texts[2] != texts[0]

@@ -5,9 +5,10 @@ import json
 import pytest
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
+from tests.support.gguf_files import write_gguf
 from verl.errors import ConfigError
-from verl.plugins.plan.shapes import ModelShape
-from verl.testing.models import tiny_model
+from verl.plugins.plan.shapes import ModelShape, config_file
+from verl.testing.models import tiny_model, tiny_tokenizer
 
 QWEN_7B = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
@@ -130,3 +131,9 @@ def test_refused_are_other_models_and_missing_files(tmp_path):
         ModelShape.read(str(tmp_path))
     with pytest.raises(ConfigError, match="there is no folder"):
         ModelShape.read(str(tmp_path / "none"))
+
+
+def test_sizes_of_a_gguf_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = write_gguf(tiny_model("llama", vocab=384), tiny_tokenizer("bpe"), tmp_path / "tiny.gguf")
+    assert json.loads(config_file(str(file)).read_text())["hidden_size"] == 64
