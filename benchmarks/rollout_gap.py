@@ -36,7 +36,7 @@ FORMATS: dict[str, list[tuple[Any, Any]]] = {
     "native": [(dtype, rounded) for rounded in (None, "int8", "fp8") for dtype in ("float32", "bfloat16")],
     "vllm": [(dtype, rounded) for rounded in (None, "int8") for dtype in ("float32", "bfloat16")],  # no fp8 on a CPU
 }
-PROMPT_LENGTH = 40
+PROMPT_LENGTH = 64
 
 
 def main() -> None:

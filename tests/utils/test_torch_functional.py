@@ -84,6 +84,14 @@ def test_log_probs_are_computed_wide():
     assert_close(found, logits.double().log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1).float())
 
 
+def test_log_probs_and_entropy_of_a_large_vocabulary_are_exact():
+    logits = 3 * torch.randn(2, 151_936, generator=torch.Generator().manual_seed(0))
+    exact = logits.double().log_softmax(-1)
+    log_probs = logprobs_from_logits(logits, tensor([7, 8]))
+    assert (log_probs - exact[[0, 1], [7, 8]]).abs().max() < 3e-6
+    assert (entropy_from_logits(logits) + (exact.exp() * exact).sum(-1)).abs().max() < 1e-5
+
+
 def test_gradients_of_log_probs_and_entropy():
     logits, labels = torch.randn(3, 4, dtype=torch.float64, requires_grad=True), tensor([0, 3, 1])
     assert torch.autograd.gradcheck(lambda z: logprobs_from_logits(z, labels), logits)

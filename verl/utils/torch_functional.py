@@ -82,8 +82,9 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
         inplace_backward: a hint of public code, which may overwrite the logits; they are never overwritten here.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    loss = torch.nn.functional.cross_entropy(wide.reshape(-1, wide.shape[-1]), labels.reshape(-1), reduction="none")
-    return -loss.view(labels.shape)
+    # Not log_softmax, which is less exact for many tokens on CPUs.
+    chosen = wide.gather(-1, labels.masked_fill(labels == -100, 0).unsqueeze(-1)).squeeze(-1)
+    return (chosen - wide.logsumexp(-1)).masked_fill(labels == -100, 0.0)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
     From (..., vocabulary) to (...). A logit of -inf (a forbidden token) counts as p log p = 0.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    log_p = torch.log_softmax(wide, dim=-1)
+    log_p = wide - wide.logsumexp(-1, keepdim=True)
     return -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0.0)).sum(-1)
 
 
