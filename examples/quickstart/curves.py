@@ -17,7 +17,7 @@ PANELS = [
 
 
 def draw_curves(history: list[tuple[int, dict]], accuracy: str, title: str, path: Path) -> None:
-    """Draw four curves.
+    """Draw the curves of the metrics that the run has; without its log-probs before the update it has no entropy.
 
     Args:
         history: (step, metrics), as the tracker ``file`` wrote them.
@@ -26,13 +26,16 @@ def draw_curves(history: list[tuple[int, dict]], accuracy: str, title: str, path
         path: of the PNG file.
     """
     panels = [PANELS[0], (accuracy, "accuracy on held-out prompts (greedy)"), *PANELS[1:]]
-    figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True, layout="constrained")
+    curves = {name: [(step, metrics[name]) for step, metrics in history if name in metrics] for name, _ in panels}
+    panels = [(name, label) for name, label in panels if curves[name]]
+    rows, columns = (2, 2) if len(panels) == 4 else (1, len(panels))
+    size = (5 * columns, 3.25 * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, sharex=True, squeeze=False, layout="constrained")
     for axis, (name, label) in zip(axes.flat, panels, strict=True):
-        points = [(step, metrics[name]) for step, metrics in history if name in metrics]
-        axis.plot(*zip(*points, strict=True), marker="o" if name == accuracy else None, color="#1f5f8b")
+        axis.plot(*zip(*curves[name], strict=True), marker="o" if name == accuracy else None, color="#1f5f8b")
         axis.set_title(label, fontsize=10)
         axis.grid(alpha=0.3)
-    for axis in axes[1]:
+    for axis in axes[-1]:
         axis.set_xlabel("step")
     figure.suptitle(title)
     figure.savefig(path, dpi=120)

@@ -176,7 +176,7 @@ def report_samples(pairs: list[tuple[dict, dict]]) -> None:
     print("\n== Sample responses")
     for before, after in pairs[:SAMPLES]:
         verdicts = ["right" if record["score"] == 1.0 else "wrong" for record in (before, after)]
-        print(f"   {after['input']}")
+        print(f"   {' '.join(after['input'].split())}")  # chat templates write lines
         print(f"      before  {before['output']}  {verdicts[0]}")
         print(f"      after   {after['output']}  {verdicts[1]}")
 
