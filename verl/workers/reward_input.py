@@ -118,7 +118,7 @@ class RewardInput:
             return DataProto.from_dict(tensors=columns)
         self._require_uncut(batch, full_mask)
         with_images = torch.tensor([IMAGE_INPUTS[0] in row for row in batch.non_tensor_batch[COLUMN]])
-        numbers = columns["position_ids"].unsqueeze(1).expand(-1, AXES, -1)  # those of texts, also of cut ones
+        numbers = columns["position_ids"].unsqueeze(1).expand(-1, AXES, -1)  # positions of texts, also of cut ones
         columns["position_ids"] = torch.where(with_images[:, None, None], batch.batch["position_ids"], numbers)
         return DataProto.from_dict(tensors=columns, non_tensors={COLUMN: self._images(batch, self.vision)})
 

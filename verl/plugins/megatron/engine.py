@@ -408,7 +408,7 @@ class MegatronEngine(BaseEngine):
             data_iterator=[self.pass_sizes.watched(parts) for _ in self._wrapped],
             model=self._wrapped,
             num_microbatches=len(parts),
-            seq_length=1,  # of no meaning: passes tell each other their sizes (variable_seq_lengths)
+            seq_length=1,  # ignored: stages send each other the sizes of their passes (variable_seq_lengths)
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -466,7 +466,7 @@ class MegatronEngine(BaseEngine):
             or self.layout.pipeline == 1
             or self.model.last.share_embeddings_and_output_weights
         ):
-            return  # megatron-core adds up those of a tied embedding itself
+            return  # megatron-core sums the gradients of a tied embedding itself
         first, last = self.model.first, self.model.last
         if first.pre_process or last.post_process:
             embedding = first.embedding if first.pre_process else last.heads.embedding

@@ -14,7 +14,7 @@ from verl.utils.folder_weights import SINGLE, files_of_weights
 from verl.utils.model import weights_folder
 from verl.utils.torch_functional import all_finite
 
-# Transformers' names of the weights of all experts of a layer, each of which the files may have apart.
+# Transformers' names of the joined weights of a layer's experts, which files may have separately for each expert.
 _EXPERTS = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")
 _OLDER = {"model.language_model.": "model.", "model.visual.": "visual."}
 """Beginnings of names in models with images, and what the files of Qwen2-VL and Qwen2.5-VL have in their place."""
@@ -87,7 +87,7 @@ class ModelFiles:
         start, size = box
         if match := _EXPERTS.fullmatch(name):
             stem, kind = match.groups()
-            half, (expert, *first) = 0, start  # the box is that of one expert
+            half, (expert, *first) = 0, start  # the box belongs to one expert
             rows, columns = shape[1:]
             if kind == "gate_up_proj":
                 rows //= 2

@@ -15,7 +15,7 @@ def _module(name: str) -> Any:
         return import_module(f"megatron.core.{name}")
 
 
-logging.getLogger("megatron.core").setLevel(logging.WARNING)  # it tells the parameters of each bucket
+logging.getLogger("megatron.core").setLevel(logging.WARNING)  # it logs the parameters of each bucket
 for _name in ("reduce_scatter_tensor", "all_gather_into_tensor"):  # PyTorch's older names, which it calls
     warnings.filterwarnings("ignore", rf".*{_name}. is deprecated", FutureWarning)
 

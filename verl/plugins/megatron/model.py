@@ -140,8 +140,9 @@ def build(
         _set_rotation(piece, skeleton)
         _set_windows(piece, hf)
         for name, parameter in piece.named_parameters():
-            # Gradients of experts are added up over all ranks that hold them. megatron-core says so only where
-            # expert_model_parallel_size is above 1, but with fewer ranks to an expert than to a layer they are others.
+            # Gradients of experts are added up over all ranks that hold them. megatron-core marks them only where
+            # expert_model_parallel_size is above 1, but these ranks also differ from those of layers where an expert has
+            # fewer ranks than a layer.
             if ".experts." in name:
                 parameter.allreduce = layout.expert == 1 and layout.expert_tensor == layout.tensor
         pieces.append(piece)
@@ -248,11 +249,11 @@ def _transformer_config(
         sequence_parallel=engine.sequence_parallel and layout.tensor > 1,
         variable_seq_lengths=layout.pipeline > 1,
         **({} if experts is None else experts.settings(layout)),
-        # Interleaved stages send in both directions at once. In batches, two stages would take the sizes of what one
-        # direction sends for those of the other.
+        # Interleaved stages send in both directions at once. In batches, two stages would confuse the sizes of the two
+        # directions.
         overlap_p2p_comm=layout.pieces > 1,
         batch_p2p_comm=layout.pieces == 1,
-        batch_p2p_sync=False,  # a work-around of it for old versions of NCCL
+        batch_p2p_sync=False,  # a work-around for old versions of NCCL
         cuda_graph_scope=[],
         use_cpu_initialization=True,  # every weight is read from the folder, so none is drawn
         perform_initialization=False,

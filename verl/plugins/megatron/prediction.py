@@ -346,7 +346,7 @@ class PredictionLoss:
             return {}
         sums = to_device(self._sums.float(), self.device)
         dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())  # others have 0
+        dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())  # stages without heads have 0
         means = (sums.cpu().double() / self._tokens.clamp(min=1)).tolist()
         head_losses = {f"mtp/loss_{k}": mean for k, mean in enumerate(means, 1)} if self.heads > 1 else {}
         return {"mtp/loss": sum(means) / self.heads} | head_losses

@@ -140,7 +140,7 @@ class RouterReplay:
         if self._stages > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
             for rows in column.split(_ROWS):
-                # Of each layer one stage knows the choice, and what the others have there is larger.
+                # Only one stage knows the choices of a layer; the number for an unknown choice on the others is larger.
                 shared = to_device(rows.to(torch.int32), device)
                 dist.all_reduce(shared, dist.ReduceOp.MIN, group=group)
                 rows.copy_(shared.to(rows.dtype))

@@ -61,7 +61,7 @@ _LAYERS = r"model\.(?:language_model\.)?layers\.(\d+)"
 _EXPERTS = re.compile(rf"{_LAYERS}\.mlp\.experts\.(gate_up_proj|down_proj)")
 _LAYER = re.compile(rf"{_LAYERS}\.(.+)\.(weight|bias|e_score_correction_bias|A_log|dt_bias)")
 _TOWER = f"model.{TOWER}."
-# Module of a layer in Transformers: the one in megatron-core that has its weight, or a part of whose weight it is.
+# Module of a layer in Transformers → module of megatron-core whose weight is, or contains, the weight of the first.
 _INSIDE = {
     "input_layernorm": "input_layernorm",
     "post_attention_layernorm": "pre_mlp_layernorm",
@@ -346,7 +346,7 @@ class WeightGatherer:
         self._boxes: dict[str, dict[Box, int]] = {name: {} for name in shapes}
         for rank, boxes in enumerate(ranks):
             for name, box in boxes:
-                self._boxes[name].setdefault(box, rank)  # of equal boxes that of the lowest rank counts
+                self._boxes[name].setdefault(box, rank)  # the lowest rank that has a box sends it
         self._mine = {(weight.name, weight.box): weight for weight in reversed(regions)}
 
     def owned(self) -> list[ShardRegion]:

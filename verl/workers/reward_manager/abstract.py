@@ -38,7 +38,7 @@ class RewardTensor(torch.Tensor):
 
     extra_info: Mapping[str, Sequence[object]]
 
-    # Parameter's is the one that keeps no subclass in results.
+    # That of Parameter returns plain tensors, so that results of operations are no RewardTensor.
     __torch_function__ = torch.nn.Parameter.__torch_function__  # type: ignore[assignment]
 
     @classmethod

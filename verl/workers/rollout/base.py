@@ -275,7 +275,7 @@ class BaseRollout(ABC):
             RolloutError: the engine cannot go on.
         """
         while requests := queue.take(self.config.max_num_seqs, wait=True):
-            queue.take_cancelled()  # a batch runs to its end, and nobody gets these answers
+            queue.take_cancelled()  # a batch runs to its end; answers to cancelled requests are dropped
             servable = []
             for request_id, request in requests:
                 try:

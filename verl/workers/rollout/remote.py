@@ -150,7 +150,7 @@ class RemoteRollout(BaseRollout):
             if machine.size > 1 or self._in_step:
                 self._machine_buffer = FileBuffer(ranks=machine)
                 self._ranks_of_machines = machine.ranks_of_machines
-                # Quantization rounds by the largest of a row. All ranks must do alike, as others are gathered.
+                # Quantization needs the largest number of a full row. All ranks decide alike: gathering is collective.
                 are_several = min(map(len, machine.ranks_of_machines.values())) > 1
                 self.takes_divided = config.quantization is None and (are_several or self._in_step)
         self._launch = launch_settings(config, time_limits(self.model_config.path).start_s(config.name))
@@ -374,7 +374,7 @@ class RemoteRollout(BaseRollout):
         """See :meth:`BaseRollout.state`. Requests that wait for the engine here count as waiting."""
         values: dict[str, float] = {}
         if self._engine is not None:
-            with contextlib.suppress(EngineLostError):  # whoever waits for its answers replaces it
+            with contextlib.suppress(EngineLostError):  # the thread that waits for its answers replaces it
                 values.update(self._engine.statistics())
                 if not self._draws:  # it counts what was aborted until it draws again
                     values |= dict.fromkeys(values.keys() & REQUEST_FIELDS, 0)

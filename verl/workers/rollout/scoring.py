@@ -155,7 +155,7 @@ def scores_of_prompt(
     top: list[list[tuple[int, float]]] = []
     for token, entries in zip(request.scored_ids, places[request.start :], strict=False):
         by_id = {int(token_id): entry for token_id, entry in (entries or {}).items()}
-        # A token that is not among the most likely ones comes besides these; its rank may be that of an equal.
+        # The scored token is added if it is not among the most likely ones; one of equal score may have its rank.
         likely = by_id if len(by_id) <= request.top_k else {i: e for i, e in by_id.items() if i != token}
         ranked = sorted(likely.items(), key=lambda item: item[1]["rank"])
         log_probs.append(finite_or_not(by_id[token]["logprob"] if token in by_id else None))

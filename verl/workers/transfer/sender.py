@@ -69,7 +69,7 @@ class WeightSender:
         assert self._store is not None
         link = Link(self._store, plan.transfer)
         with contextlib.ExitStack() as on_error:
-            on_error.callback(self.close)  # the connections may be those of a process that was lost
+            on_error.callback(self.close)  # the connections may lead to a lost process
             if self._rank == 0:
                 report = self._send(plan, sections, scales or {}, link)
             else:

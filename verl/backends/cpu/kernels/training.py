@@ -16,7 +16,7 @@ from torch import Tensor
 from verl.backends.cpu.kernels.decoding import Linear, Norm, address
 
 _FLOAT, _INT, _INT64, _POINTER = ctypes.c_float, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-_FEW_ROWS = 64  # each thread gets at least so many rows; with fewer it does not pay
+_FEW_ROWS = 64  # minimum rows per thread: with fewer, another thread costs more than it saves
 
 
 class FeedForward(NamedTuple):

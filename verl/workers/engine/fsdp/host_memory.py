@@ -44,7 +44,7 @@ class HostMemory:
             self._copies[parameter, state] = copy
         if _memory_of(copy) == _memory_of(tensor):  # it is here already; a tied weight comes twice
             return tensor
-        # It waits, because FSDP copies a part with fewer rows than others at once, to fill it up.
+        # The copy is synchronous: FSDP copies a part with fewer rows than others again at once, to pad it.
         return copy.copy_(tensor.detach())
 
 

@@ -296,7 +296,7 @@ class ShardedModel(BaseEngine):
 
     def _reshard(self) -> None:
         """Free gathered parameters."""
-        # FSDP leaves those of some units gathered after a forward pass without a backward pass.
+        # FSDP leaves some units gathered after a forward pass without a backward pass.
         for unit in self._units:
             unit.reshard()
 

@@ -253,7 +253,7 @@ def _on_first_rank(compute: Callable[[], T] | None, device: torch.device) -> T:
             message = [compute()]
     finally:
         problem = sys.exc_info()[1]
-        if isinstance(problem, Exception):  # the others would wait for a rank that raises it alone
+        if isinstance(problem, Exception):  # other ranks would wait forever for a rank that raises alone
             text = str(problem) if isinstance(problem, ConfigError) else f"{type(problem).__name__}: {problem}"
             message = [ConfigError(text)]
         if problem is None or isinstance(problem, Exception):  # no collective after an interrupt

@@ -51,7 +51,7 @@ BASE, LORA_A, LORA_B = ".base_layer.weight", f".lora_A.{_ADAPTER}.weight", f".lo
 """Endings of the names of a layer's weight, and of its adapter's two."""
 _MAGNITUDE = f".lora_magnitude_vector.{_ADAPTER}.weight"  # m of DoRA (arXiv:2402.09353), one number for each row of W
 _TASKS = {"lm_head": "CAUSAL_LM", "score": "TOKEN_CLS"}  # head: peft's name of the task
-_HEADS_OF_PEFT = {"classifier", "score"}  # those that peft saves of a model that classifies, whether it has both or one
+_HEADS_OF_PEFT = {"classifier", "score"}  # heads that peft saves with a classifier, whether it has both or one
 # In a model that stores its experts joined, peft takes any layer with one of these names for an expert.
 _EXPERT_LAYERS = ("gate", "gate_proj", "up_proj", "down_proj")
 # What another adapter may have and merging or FSDP2 would get wrong: setting of its config -> the value allowed.

@@ -298,7 +298,7 @@ def divide(inputs: ModelInputs, group: dist.ProcessGroup) -> ModelInputs:
         places = functional.pad(images.places, (0, extra))
         is_own = torch.zeros_like(places)
         is_own[:, share] = True
-        # Of the features of all image tokens, in order, those of this rank's tokens; a filler has none.
+        # Mask of this rank's tokens among all image tokens, in order, which selects their features; a filler has none.
         in_pass = None if images.is_filler else is_own[places]
         images = replace(images, places=places[:, share], in_pass=in_pass)
     routed = inputs.routed_experts

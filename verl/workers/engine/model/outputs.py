@@ -58,8 +58,8 @@ def language_outputs(
             top=top if rest & {"top_ids", "top_log_probs"} else NO_TOP,
         )
         columns |= {name: values for name, values in statistics._asdict().items() if values is not None}
-    # In one order on all ranks, which collect the columns one after the other where they share sequences: that of a set
-    # differs between processes.
+    # Sorted, as the order of a set differs between processes: ranks that share sequences collect the columns one after
+    # the other.
     return {name: columns[name] for name in sorted(outputs)}
 
 

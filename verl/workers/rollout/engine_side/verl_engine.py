@@ -193,7 +193,7 @@ def _in_file(path: str) -> NDArray[np.uint8]:
 
 
 def _in_handle(handle: str, device: torch.device) -> Tensor:
-    # It is opened for each part anew: as long as it is open, the trainer cannot give its memory back.
+    # Opened again for each part: while it is open, the trainer cannot release its memory.
     rebuild, arguments = pickle.loads(base64.b64decode(handle))
     if rebuild is rebuild_cuda_tensor:
         arguments = (*arguments[:_DEVICE_ARGUMENT], device.index, *arguments[_DEVICE_ARGUMENT + 1 :])

@@ -168,7 +168,7 @@ class ContractSampler(sglang_sampler.Sampler):
     def _learn(self, params: list[dict[str, Any]], device: torch.device) -> None:
         """Assign rows of the token sampler to new requests."""
         # SGLang prefills new prompts between decoding steps of the running batch, so known requests keep their rows. It
-        # does not report which requests have ended: when too many are known, all but those of this call are forgotten.
+        # does not report which requests have ended: when there are too many, all but this call's are dropped.
         self._most_rows = max(self._most_rows, len(params))
         raw = params[0]["raw"]
         if self._tokens is None or raw != self._raw:

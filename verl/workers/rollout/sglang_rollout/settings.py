@@ -33,7 +33,7 @@ from verl.workers.rollout.sglang_rollout.adapters import ATTENTION, LAYERS, chec
 _SPARE_POSITIONS = 8
 # Size of the cache of keys and values on a CPU, in tokens; it is larger for very long contexts.
 _CPU_CACHED_TOKENS = 65536
-# Of patches of Qwen2.5-VL; SGLang takes others for what the vision tower has made of some.
+# Numbers of a patch of Qwen2.5-VL; SGLang takes patches of another size for features of the vision tower.
 _PATCH_VALUES = 1176
 _SPECULATIVE = (
     "speculative_algorithm",

@@ -203,7 +203,8 @@ class VLLMClient(EngineClient):
         reported = (choice["logprobs"] or {}).get("content") or []
         log_probs = [finite_or_not(entry["logprob"]) for entry in reported]
         kept_ids: list[set[int]] = []
-        if response.request.returns_kept_ids:  # vLLM gives the others of the most likely tokens no probability
+        # vLLM reports probability 0 for those of the most likely tokens that sampling excluded.
+        if response.request.returns_kept_ids:
             kept_ids = [
                 {top["token_id"] for top in entry["top_logprobs"] if finite_or_not(top["logprob"]) > -math.inf}
                 for entry in reported

@@ -109,8 +109,8 @@ def engine_arguments(
     if config.limit_images is not None:
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
     if has_images:
-        # vLLM starts no model with images without its tokenizer and processor, but gets tokens and pixels made here:
-        # normalized ones, of which it keeps no copy.
+        # vLLM starts no model with images without its tokenizer and processor, but gets tokens and normalized
+        # pixels from here, of which it keeps no copy.
         arguments |= {
             "skip_tokenizer_init": False,
             "tokenizer": resolve_model_path(model_config.tokenizer_path or path),
@@ -144,8 +144,8 @@ def _proposals(config: RolloutConfig, model_config: HFModelConfig, device: torch
         return {}
     proposals: dict[str, object] = {"method": mtp.method, "num_speculative_tokens": mtp.num_speculative_tokens}
     if device.type == "cpu":
-        # A table of numbers, here of one. Else vLLM gives a prompt of which one token is left to compute proposals that
-        # it rejects, for its graphs, if others are at work: these would decide which random numbers a request gets.
+        # A table with one entry. Without it vLLM adds proposals, which it rejects, to a prompt with one token left to
+        # compute, for its graphs, if other requests run: these would decide which random numbers a request gets.
         token_count = mtp.num_speculative_tokens
         proposals["num_speculative_tokens_per_batch_size"] = [[1, config.max_num_seqs, token_count]]
     # Updates of heads that are not trained go to the model alone: random ones would stay random, and lost ones lost.
@@ -210,7 +210,7 @@ def process_environment(device: torch.device, machines: EngineMachines | None = 
     variables = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # the route that tells a server of adapters; it asks for the token
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # enables the route that loads adapters, which requires the token
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEPALIVE_S),
     }
