@@ -141,8 +141,8 @@ def build(
         _set_windows(piece, hf)
         for name, parameter in piece.named_parameters():
             # Gradients of experts are added up over all ranks that hold them. megatron-core marks them only where
-            # expert_model_parallel_size is above 1, but these ranks also differ from those of layers where an expert has
-            # fewer ranks than a layer.
+            # expert_model_parallel_size is above 1. These ranks also differ from those of the layers where an expert
+            # has fewer ranks than a layer.
             if ".experts." in name:
                 parameter.allreduce = layout.expert == 1 and layout.expert_tensor == layout.tensor
         pieces.append(piece)
