@@ -54,8 +54,6 @@ from verl.workers.routers import ROUTING, Choices, unknown
 
 logger = logging.getLogger(__name__)
 
-"""Output and column: the experts that each token goes to."""
-
 
 class FSDPEngine(ShardedModel):
     """One model under FSDP2; arguments as of :class:`ShardedModel`."""
