@@ -88,7 +88,7 @@ ALGORITHMS = (
     Mutant(
         "algorithms",
         "algorithms/groups.py",
-        "return cls(of_rows, response_mask.bool().any(-1), max(indices, default=-1) + 1)",
+        "return cls(row_groups, response_mask.bool().any(-1), max(indices, default=-1) + 1)",
         "return cls(of_rows, torch.ones_like(of_rows, dtype=torch.bool), max(indices, default=-1) + 1)",
         "algorithms/advantages algorithms/advantage_laws trainer/failures_in_a_run",
     ),
@@ -317,8 +317,8 @@ AGENTS = (
     Mutant(
         "agents",
         "agents/conversation.py",
-        'self.written.add(messages[0]["role"], ids, 0, [0.0] * len(ids))',
-        'self.written.add(messages[0]["role"], ids, 1, [0.0] * len(ids))',
+        'self.sequence.add(messages[0]["role"], ids, 0, [0.0] * len(ids))',
+        'self.sequence.add(messages[0]["role"], ids, 1, [0.0] * len(ids))',
         "agents/conversation",
     ),
     Mutant(
@@ -390,14 +390,14 @@ DATA = (
     Mutant(
         "vision",
         "vision/positions.py",
-        "steps[of_image[-1] + 1] = max(rows, columns, int(times[-1]) + 1)",
+        "steps[image_places[-1] + 1] = max(rows, columns, int(times[-1]) + 1)",
         "steps[of_image[-1] + 1] = max(rows, columns)",
         "vision/videos vision/prompts",
     ),
     Mutant(
         "vision",
         "vision/positions.py",
-        "last = torch.stack([of_row[0].amax(), *[of_row[1:].amax()] * 3])",
+        "last = torch.stack([row_positions[0].amax(), *[row_positions[1:].amax()] * 3])",
         "last = torch.stack([of_row[0].amax()] * 4)",
         "vision/prompts vision/rollout_with_images",
     ),
@@ -542,7 +542,7 @@ NEWER_PACKAGES = (
     Mutant(
         "experience",
         "experience/free_running.py",
-        "min(wanted, self._last_step * self._batch_size - kept)",
+        "min(capacity, self._last_step * self._batch_size - active)",
         "wanted",
         "experience/resume_between_transfers",
     ),
@@ -591,8 +591,8 @@ NEWER_PACKAGES = (
     Mutant(
         "experience",
         "experience/ahead.py",
-        "return PendingExperience(step, self._updates, sampled, of_step)",
-        "return PendingExperience(step, context.number - 1, sampled, of_step)",
+        "return PendingExperience(step, self._updates, sampled, step_context)",
+        "return PendingExperience(step, context.number - 1, sampled, step_context)",
         "experience/ahead",
     ),
     Mutant(
@@ -633,8 +633,8 @@ NEWER_PACKAGES = (
     Mutant(
         "tinker",
         "plugins/serve/jobs.py",
-        "(taken if is_taken else kept).append(job)",
-        "taken.append(job)",
+        "(batch if fits else remaining).append(job)",
+        "batch.append(job)",
         "plugins/serve/service",
     ),
     Mutant(

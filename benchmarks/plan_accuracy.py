@@ -274,7 +274,7 @@ def planned(case: Case, model: str) -> dict[str, float]:
     memory = ModelMemory(
         shape=shape, layout=layout, trained=shape.parameters(), checkpoints=case.checkpoints, with_entropy=False
     )
-    tokens = case.rows.of_rows(4 // case.stages)
+    tokens = case.rows.for_rows(4 // case.stages)
     return {
         "weights": memory.weights,
         "gradients": memory.gradients,

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.interactions.gsm8k_interaction import WRONG
+from verl.interactions.gsm8k_interaction import INCORRECT_REPLY
 
 CALCULATION = re.compile(r"<<([-+*/().\d ]+)=([^>]+)>>")
 Message = dict[str, Any]
@@ -30,7 +30,7 @@ def demonstration(row: dict[str, Any], number: int) -> list[Message] | None:
         return None
     call = {"name": "python", "arguments": json.dumps({"code": f"print({found[1]})"})}
     truth = row["reward_model"]["ground_truth"]
-    wrong = [said(f"#### {found[2]}0"), {"role": "user", "content": WRONG}]
+    wrong = [said(f"#### {found[2]}0"), {"role": "user", "content": INCORRECT_REPLY}]
     return [
         *row["prompt"],
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},

@@ -191,7 +191,7 @@ class StartsLater:
     async def report(self) -> tuple[int, TrajectoryProgress]:
         return 0, TrajectoryProgress()
 
-    async def drawn(self) -> DataProto:
+    async def partial_responses(self) -> DataProto:
         return DataProto.from_dict(tensors={"rows": torch.ones(1)})
 
 
@@ -207,7 +207,7 @@ def test_a_checkpoint_does_not_wait_for_a_process_that_starts(tmp_path: Path, ra
         processes.start(2)
         counts = [0]
         while counts[-1] < 2:
-            counts.append(len(await asyncio.wait_for(processes.drawn(), 60)))
+            counts.append(len(await asyncio.wait_for(processes.partial_responses(), 60)))
             if counts[-1] == 1:
                 (tmp_path / "go").touch()
             await asyncio.sleep(0.02)

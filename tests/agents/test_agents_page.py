@@ -55,7 +55,7 @@ def test_the_user_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert sorted(users) == ["gsm8k", "shorter"]
 
     async def said() -> list[UserAnswer]:
-        user = SimulatedUser.of_row(users, {"name": "shorter", "words": 2}, 5, LoopThreads())
+        user = SimulatedUser.from_row(users, {"name": "shorter", "words": 2}, 5, LoopThreads())
         assert user is not None
         async with user:
             return [await user.answer([{"role": "assistant", "content": text}]) for text in ("one two three", "one")]

@@ -64,9 +64,9 @@ def test_a_copy_grows_by_itself():
     twin = conversation.copy()
     twin.add_messages([user("More")])
     draw(twin, "chatml", "No")
-    assert conversation.written.response_ids == drawn
-    assert conversation.written.response_mask == [1] * len(drawn)
-    assert conversation.written.response_logprobs == [-1.0] * len(drawn)
+    assert conversation.sequence.response_ids == drawn
+    assert conversation.sequence.response_mask == [1] * len(drawn)
+    assert conversation.sequence.response_logprobs == [-1.0] * len(drawn)
     assert [turn.role for turn in conversation.turns] == ["assistant"]
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
     assert [turn.role for turn in twin.turns] == ["assistant", "user", "assistant"]

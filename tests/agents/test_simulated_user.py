@@ -46,7 +46,7 @@ class Scored(Given):
 def answered(answer: Any, interaction: BaseInteraction | None = None, threads: LoopThreads = THREADS) -> UserAnswer:
     async def talk() -> UserAnswer:
         row = {"name": "given", "answer": answer}
-        user = SimulatedUser.of_row({"given": interaction or Given()}, row, 0.2, threads)
+        user = SimulatedUser.from_row({"given": interaction or Given()}, row, 0.2, threads)
         assert user is not None
         async with user:
             return await user.answer(MESSAGES)
@@ -115,20 +115,20 @@ def wait_until(holds: Callable[[], bool]) -> None:
 def test_which_user_a_row_wants():
     users = {"given": Given(), "gsm8k": BaseInteraction({})}
     for nothing in (None, {}, {"name": None, "answer": None}):
-        assert SimulatedUser.of_row(users, nothing, 1.0, THREADS) is None
+        assert SimulatedUser.from_row(users, nothing, 1.0, THREADS) is None
     # Data of GSM8K with tools has arguments without a name, also for runs without users.
     unnamed = {"query": "2+2?", "ground_truth": "4", "level": None}
-    assert SimulatedUser.of_row({}, unnamed, 1.0, THREADS) is None
-    only = SimulatedUser.of_row({"gsm8k": users["gsm8k"]}, unnamed, 1.0, THREADS)
+    assert SimulatedUser.from_row({}, unnamed, 1.0, THREADS) is None
+    only = SimulatedUser.from_row({"gsm8k": users["gsm8k"]}, unnamed, 1.0, THREADS)
     assert only is not None
     assert only._kwargs == {**unnamed, "name": "gsm8k"}  # a null that the row has stays
     with pytest.raises(ConfigError, match=r"interaction_kwargs.name='': there is no such interaction.*given, gsm8k"):
-        SimulatedUser.of_row(users, unnamed, 1.0, THREADS)
+        SimulatedUser.from_row(users, unnamed, 1.0, THREADS)
     with pytest.raises(
         ConfigError, match=r"name='gsm8': there is no such .* Did you mean 'gsm8k'\? There are: given, "
     ):
-        SimulatedUser.of_row(users, {"name": "gsm8"}, 1.0, THREADS)
+        SimulatedUser.from_row(users, {"name": "gsm8"}, 1.0, THREADS)
     with pytest.raises(ConfigError, match=r"There are none\. The file of .*interaction_config_path lists them"):
-        SimulatedUser.of_row({}, {"name": "gsm8k"}, 1.0, THREADS)
+        SimulatedUser.from_row({}, {"name": "gsm8k"}, 1.0, THREADS)
     with pytest.raises(ConfigError, match=r"interaction_kwargs is 'gsm8k'; it is an object"):
-        SimulatedUser.of_row(users, "gsm8k", 1.0, THREADS)
+        SimulatedUser.from_row(users, "gsm8k", 1.0, THREADS)

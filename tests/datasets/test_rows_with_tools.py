@@ -184,20 +184,25 @@ def test_agent_programs_get_arguments_as_their_clients_send_them():
 
 
 def test_what_templates_take():
-    text = {name: TemplateForms.of(chat_tokenizer(name)).text_arguments for name in ("chatml", "glm", "deepseek")}
+    text = {
+        name: TemplateForms.from_tokenizer(chat_tokenizer(name)).text_arguments
+        for name in ("chatml", "glm", "deepseek")
+    }
     assert text == {"chatml": False, "glm": False, "deepseek": True}
     writes = {
-        name: TemplateForms.of(chat_tokenizer(name)).writes_tools for name in ("chatml", "mistral", "gemma", "phi")
+        name: TemplateForms.from_tokenizer(chat_tokenizer(name)).writes_tools
+        for name in ("chatml", "mistral", "gemma", "phi")
     }
     assert writes == {"chatml": True, "mistral": True, "gemma": False, "phi": False}
     calls = {
-        name: TemplateForms.of(chat_tokenizer(name)).writes_calls for name in ("chatml", "deepseek", "gemma", "phi")
+        name: TemplateForms.from_tokenizer(chat_tokenizer(name)).writes_calls
+        for name in ("chatml", "deepseek", "gemma", "phi")
     }
     assert calls == {"chatml": True, "deepseek": True, "gemma": False, "phi": False}
     tokenizer = copy.deepcopy(CHATML)
-    assert TemplateForms.of(tokenizer).writes_tools
+    assert TemplateForms.from_tokenizer(tokenizer).writes_tools
     tokenizer.chat_template = chat_tokenizer("phi").chat_template  # another one is looked at again
-    assert not TemplateForms.of(tokenizer).writes_tools
+    assert not TemplateForms.from_tokenizer(tokenizer).writes_tools
 
 
 @pytest.mark.parametrize("empty", ["", None, "{}", {}])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from verl.interactions.gsm8k_interaction import RIGHT, WRONG
+from verl.interactions.gsm8k_interaction import CORRECT_REPLY, INCORRECT_REPLY
 from verl.scorers import gsm8k
 
 ROOT = Path(__file__).parents[2]
@@ -55,9 +55,9 @@ def test_three_steps_of_conversations_with_an_interpreter_and_a_user(tmp_path: P
             if turn["role"] == "assistant" and answer["role"] == "user":
                 said.add(answer["content"])
                 is_right = gsm8k.compute_score(turn["content"], row["gts"]) == 1
-                assert answer["content"] == (RIGHT if is_right else WRONG)
+                assert answer["content"] == (CORRECT_REPLY if is_right else INCORRECT_REPLY)
     assert results > len(rows) / 2
-    assert WRONG in said
+    assert INCORRECT_REPLY in said
 
 
 def calculated(call: dict[str, Any]) -> float | None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.forks import Program
 from tests.support.tiny_run import make_tiny_run, overrides
-from verl.agents.drawn import from_batch
+from verl.agents.partial_responses import from_batch
 from verl.agents.worker import trajectory_id
 from verl.checkpoint.steps import saved_steps
 from verl.errors import DataError, RolloutError

@@ -34,10 +34,10 @@ class Engines:
         self.version = version
         return {}
 
-    def drawn(self) -> list[DataProto]:
+    def partial_responses(self) -> list[DataProto]:
         return []
 
-    def submit(self, prompts: DataProto, begun: object = None) -> Future[DataProto]:
+    def submit(self, prompts: DataProto, resume_from: object = None) -> Future[DataProto]:
         done: Future[DataProto] = Future()
         versions = torch.full((len(prompts), 2), self.version)
         done.set_result(DataProto.from_dict(tensors={"weight_versions": versions}))
@@ -139,7 +139,7 @@ class Colocated(Engines):
     def weight_version(self) -> int:
         return self.version
 
-    def submit(self, prompts: DataProto, begun: object = None) -> Future[DataProto]:
+    def submit(self, prompts: DataProto, resume_from: object = None) -> Future[DataProto]:
         self.waiting.append((Future(), prompts))
         return self.waiting[-1][0]
 
@@ -171,7 +171,7 @@ class Agents(Engines):
         super().__init__()
         self.names: list[str] = []
 
-    def submit(self, prompts: DataProto, begun: object = None) -> Future[DataProto]:
+    def submit(self, prompts: DataProto, resume_from: object = None) -> Future[DataProto]:
         self.names += prompts.non_tensor_batch["uid"].tolist()
         return Future() if self.names[3:] == prompts.non_tensor_batch["uid"].tolist() else super().submit(prompts)
 

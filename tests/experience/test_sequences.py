@@ -68,9 +68,9 @@ TWO_PROMPTS: list[Row] = [
 
 
 def test_the_last_sequence_of_main_is_scored():
-    assert Trajectories.of(rows_of(TWO_PROMPTS)).scored_rows == [2, 3, 6, 7]
+    assert Trajectories.from_batch(rows_of(TWO_PROMPTS)).scored_rows == [2, 3, 6, 7]
     without_main = rows_of([("p/0", "a", [1]), ("p/0", "b", [1]), ("p/1", "main", [1]), ("p/1", "b", [1])])
-    assert Trajectories.of(without_main).scored_rows == [1, 2]
+    assert Trajectories.from_batch(without_main).scored_rows == [1, 2]
 
 
 def test_prompts_are_repeated_for_each_sequence():

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from verl.errors import EngineLostError, RolloutError
-from verl.serving.router import MOST_EMPTY_ANSWERS, RolloutEndedError, Router
+from verl.serving.router import MAX_EMPTY_ANSWERS, RolloutEndedError, Router
 from verl.workers.rollout.request import DrawnPart, FinishReason, RolloutOutput, RolloutRequest, SamplingParams
 from verl.workers.rollout.request_queue import Answer
 
@@ -312,7 +312,7 @@ def test_what_an_engine_ends_by_itself_is_asked_again_and_what_it_aborts_is_not(
     async def script(p: Played) -> None:
         task = await ask_long(p, 1)
         p.answer(0, 1, part([7], 0))  # another router of this engine has interrupted it
-        for _ in range(MOST_EMPTY_ANSWERS):  # an engine that cannot go on
+        for _ in range(MAX_EMPTY_ANSWERS):  # an engine that cannot go on
             assert not task.done()
             p.answer(0, 1, part([], 0))
         assert ((await task).token_ids, (await task).finish_reason) == ([7], "abort")

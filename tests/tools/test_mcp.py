@@ -104,7 +104,7 @@ def test_pictures_of_a_server(stdio: list[BaseTool], tmp_path: Path):
     assert "the tool look, image 0: a message has an image, and the policy reads no images" in (
         for_text.response.text or ""
     )
-    maker = ImagePrompts.of(hf_processor(tiny_vision_model_dir(tmp_path)))
+    maker = ImagePrompts.from_processor(hf_processor(tiny_vision_model_dir(tmp_path)))
     kinds = ("good", "broken", "other", "huge")
     good, *bad = calls(stdio, *(("look", {"kind": kind}) for kind in kinds), images=maker)
     assert (good.failure, good.response.text) == (None, "see")

@@ -65,7 +65,7 @@ class Shows(AgentLoopBase):
         )
 
     def all_images(self, of_row, new):
-        return together([of_row, as_inputs(new, ImagePrompts.of(self.processor), "-")])
+        return together([of_row, as_inputs(new, ImagePrompts.from_processor(self.processor), "-")])
 
 class Repeats(AgentLoopBase):
     # Two turns. The first, a long one, is trained on in one sequence, and context of the second in another.

@@ -41,7 +41,7 @@ class Rows:
     def __init__(self, folder, family: str, rows: list[dict]) -> None:
         path = tiny_vision_model_dir(folder / "model", family)
         self.tokenizer, self.processor, self.folder = hf_tokenizer(path), hf_processor(path), folder
-        self.vision = VisionConfig.of(tiny_vision_model(family).config)
+        self.vision = VisionConfig.from_config(tiny_vision_model(family).config)
         self.rows, self.data = rows, DataConfig(max_prompt_length=P, return_raw_chat=True)
         self.batch = self.of(rows)
 

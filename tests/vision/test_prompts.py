@@ -288,7 +288,7 @@ def test_pictures_of_inputs_make_the_same_inputs(normalize, tmp_path):
     processor = hf_processor(tiny_vision_model_dir(tmp_path))
     processor.image_processor.image_mean, processor.image_processor.image_std = [0.48, 0.46, 0.41], [0.27, 0.26, 0.28]
     processor.image_processor.do_normalize = normalize
-    maker, noise = ImagePrompts.of(processor), np.random.default_rng(0)
+    maker, noise = ImagePrompts.from_processor(processor), np.random.default_rng(0)
     assert maker is not None
     # Whole tokens, odd edges, one that is too large for the model and one that is too small.
     sizes = ((16, 24), (17, 29), (90, 120), (5, 7))

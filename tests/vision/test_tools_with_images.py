@@ -179,7 +179,7 @@ class Talk:
     ) -> None:
         self.path = tiny_vision_model_dir(folder / "model", family)
         self.tokenizer = hf_tokenizer(self.path)
-        self.maker = ImagePrompts.of(hf_processor(self.path)) if with_images else None
+        self.maker = ImagePrompts.from_processor(hf_processor(self.path)) if with_images else None
         self.it = Conversation(ChatTemplate(self.tokenizer), messages, images=self.maker)
 
     def text(self, ids: list[int]) -> str:

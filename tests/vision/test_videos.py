@@ -85,13 +85,13 @@ def chosen(value):
 
 def test_frames_of_a_list_are_all_taken_in_pairs():
     clip = chosen(film(COLORS[:3]))
-    assert clip.chosen == (0, 1, 2, 2)
+    assert clip.frame_indices == (0, 1, 2, 2)
     assert (clip.steps(), clip.seconds_per_step(), clip.times()) == (2, 1.0, [0.25, 1.0])
     assert [np.asarray(f).tolist() for f in clip.frames()] == [
         np.asarray(f).tolist() for f in film([*COLORS[:3], "blue"])
     ]
     one = chosen([picture("red")])
-    assert (one.chosen, one.steps(), len(list(one.frames()))) == ((0, 0), 1, 2)
+    assert (one.frame_indices, one.steps(), len(list(one.frames()))) == ((0, 0), 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ def test_frames_of_a_file(settings, expected, tmp_path):
         {"video": f"file://{tmp_path}/a.mp4"},
     ):
         clip = chosen(value | settings)
-        assert clip.chosen == expected
+        assert clip.frame_indices == expected
         assert clip.seconds_per_step() == pytest.approx(2 * 20 / 8 / len(expected))
         for number, frame in zip(expected, clip.frames(), strict=True):
             assert abs(float(np.asarray(frame).mean()) - 10 * number) < 8  # mpeg4 loses a little
     other = chosen({"bytes": movie(frames, kind="matroska")} | settings)  # which does not say how many frames it has
-    assert other.chosen == expected
+    assert other.frame_indices == expected
     assert len(list(other.frames())) == len(expected)
 
 
@@ -150,7 +150,7 @@ def test_sizes_of_frames():
     assert size({"video": big, "max_pixels": 64}) == (8, 8)
     assert size({"video": big, "resized_height": 16, "resized_width": 30}) == (16, 32)
     assert size({"video": big, "total_pixels": 2048}) == (16, 40)  # 1024 of each pair: 22.6 x 45.3
-    whole = VideoLimits(patch_size=4, min_pixels=64, max_pixels=4096, of_whole=True)
+    whole = VideoLimits(patch_size=4, min_pixels=64, max_pixels=4096, are_totals=True)
     assert size(big, whole) == (16, 40)  # 4 frames of 1024
     assert size([Image.new("RGB", (3, 3))]) == (8, 8)
 
@@ -158,9 +158,9 @@ def test_sizes_of_frames():
 def test_a_long_video_holds_few_frames():
     frames = [grey(n % 256) for n in range(10_000)]
     clip = chosen(frames)
-    assert len(clip.chosen) == 768
-    assert (clip.chosen[0], clip.chosen[-1]) == (0, 9999)
-    assert len(chosen({"video": frames, "nframes": 1000}).chosen) == 1000  # who names a number gets it
+    assert len(clip.frame_indices) == 768
+    assert (clip.frame_indices[0], clip.frame_indices[-1]) == (0, 9999)
+    assert len(chosen({"video": frames, "nframes": 1000}).frame_indices) == 1000  # who names a number gets it
     clip = chosen({"bytes": movie([grey(n % 200) for n in range(3000)], rate=2), "max_frames": 10})
     assert len(list(clip.frames())) == 10
 
@@ -246,7 +246,7 @@ def test_videos_in_parts_and_as_files(family_path, tmp_path):
 def test_two_frames_of_a_step_are_its_two_halves(family_path):
     """Of equal frames the patches are those of an image; else each half is that of its frame."""
     processor = hf_processor(family_path)
-    maker = ImagePrompts.of(processor)
+    maker = ImagePrompts.from_processor(processor)
     one, two = (processor.image_processor(images=[picture(c)], return_tensors="pt")["pixel_values"] for c in COLORS[:2])
     found = maker.inputs([maker.open(Video(film(["red", "green"])), "x")], "x")["pixel_values"].view(16, 3, 2, 16)
     assert torch.equal(found[:, :, 0], one.view(16, 3, 2, 16)[:, :, 0])
@@ -260,10 +260,10 @@ def test_processors_that_say_nothing_or_prepare_frames_otherwise(family_path):
     assert processor.video_settings["unlike_images"] == []
     processor.video_settings = {**processor.video_settings, "unlike_images": ["patch_size"]}
     with pytest.raises(ConfigError, match="have other patch_size for videos than for images"):
-        ImagePrompts.of(processor).open(Video(film(COLORS)), "x")
+        ImagePrompts.from_processor(processor).open(Video(film(COLORS)), "x")
     del processor.video_settings
     with pytest.raises(ConfigError, match=r"Load it by verl\.utils\.hf_processor"):
-        ImagePrompts.of(processor).open(Video(film(COLORS)), "x")
+        ImagePrompts.from_processor(processor).open(Video(film(COLORS)), "x")
 
 
 def test_tokens_of_a_row(family_path, tmp_path):

@@ -36,8 +36,8 @@ SanityCheck = Literal["strict", "ignore_strippable", "disable"]
 Tools = list[JsonObject]
 
 PLACE = "the conversation"
-"""How error messages call what is rendered."""
-MOST_KEPT = 4_000_000
+"""Name of the rendered messages in error messages."""
+MAX_CACHED_CHARACTERS = 4_000_000
 """Characters of rendered texts, and of what they were rendered from, that are kept for the same messages."""
 _TOOLS: Tools = [
     {
@@ -102,10 +102,10 @@ class ChatTemplate:
         self._render_json = json_renderer(tokenizer, self._kwargs)
         self._guarded: tuple[Tools | None, Tools | None] = None, None
         self._rendered = _Rendered()
-        self._told: set[str] = set()
+        self._warned_kinds: set[str] = set()
         self._telling = threading.Lock()
-        self._of_thinking: dict[bool, ChatTemplate] = {}
-        self._forms = TemplateForms.of(tokenizer)
+        self._by_thinking: dict[bool, ChatTemplate] = {}
+        self._forms = TemplateForms.from_tokenizer(tokenizer)
         self._joins_users, self._has_tool_role = False, True
         calling = [_user("-"), _stand_in([_call("probe", "call00000")])]
         self._joins_users = not self._writes([_user("-"), _user(MARK)], MARK)
@@ -113,7 +113,7 @@ class ChatTemplate:
         self._has_tool_role = self._writes([*calling, result], "a result", _TOOLS)
 
     @classmethod
-    def of_policy(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Self:
+    def from_config(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Make the template of a run's policy.
 
         Raises:
@@ -133,14 +133,14 @@ class ChatTemplate:
         if enable_thinking is None:
             return self
         with self._telling:
-            made = self._of_thinking.get(bool(enable_thinking))
-            if made is None:
-                made = copy.copy(self)
-                made._kwargs = self._kwargs | {"enable_thinking": bool(enable_thinking)}
-                made._render_json = json_renderer(self.tokenizer, made._kwargs)
-                made._rendered = _Rendered()
-                self._of_thinking[bool(enable_thinking)] = made
-        return made
+            template = self._by_thinking.get(bool(enable_thinking))
+            if template is None:
+                template = copy.copy(self)
+                template._kwargs = self._kwargs | {"enable_thinking": bool(enable_thinking)}
+                template._render_json = json_renderer(self.tokenizer, template._kwargs)
+                template._rendered = _Rendered()
+                self._by_thinking[bool(enable_thinking)] = template
+        return template
 
     def prompt(self, messages: list[Message], tools: Tools | None = None) -> list[int]:
         """Tokens of a prompt, the header of the assistant's turn included."""
@@ -162,15 +162,15 @@ class ChatTemplate:
     def guarded(self, tools: Tools | None) -> Tools | None:
         """Tools whose descriptions are marked like the texts of a prompt; warns if the template does not write them."""
         if tools and not self._forms.writes_tools:
-            self.tell(
+            self.warn_once(
                 "tools",
                 "the chat template of '%s' does not write tools: the model sees none of %s, unless the prompts "
                 "describe them. Take a template that does (model.custom_chat_template).",
                 self.tokenizer.name_or_path,
                 ", ".join(str(tool.get("function", tool).get("name")) for tool in tools),
             )
-        known, guarded = self._guarded
-        if tools != known:  # all conversations of a process have the same tools
+        guarded_for, guarded = self._guarded
+        if tools != guarded_for:  # all conversations of a process have the same tools
             guarded = self.control.guard(tools, "prompt")
             self._guarded = copy.deepcopy(tools), guarded
         return guarded
@@ -188,56 +188,56 @@ class ChatTemplate:
         calls of the same names, and ``following``, all prepared. So the work does not grow with the number of turns,
         and what the template would rewrite in earlier turns does not matter.
         """
-        closed, whole = self._around_turn(before, turn, following, tools)
+        closed, continued = self._around_turn(before, turn, following, tools)
         ended = closed.rstrip()
         last_end = self.control.last_special(ended)
-        common = self._common(ended, whole).rstrip()
+        common = self._common(ended, continued).rstrip()
         end, start = self.control.last_special(common), len(common)
         if end:
             start -= len(end)
-        elif common != ended and (match := self.control.next_special(whole, start)):
+        elif common != ended and (match := self.control.next_special(continued, start)):
             end, start = match[0], match.start()  # some templates end the last turn with another token
         ends = frozenset(self.control.special[token] for token in (end, last_end) if token) if end else frozenset()
-        return Continuation(self.control.encode(whole[start:], after_token=True), ends)
+        return Continuation(self.control.encode(continued[start:], after_token=True), ends)
 
-    def tell(self, kind: str, message: str, *args: object) -> None:
+    def warn_once(self, kind: str, message: str, *args: object) -> None:
         """Warn, once for each kind."""
         with self._telling:
-            known = kind in self._told
-            self._told.add(kind)
-        if not known:
+            is_repeated = kind in self._warned_kinds
+            self._warned_kinds.add(kind)
+        if not is_repeated:
             logger.warning(message, *args)
 
     def _common(self, a: str, b: str) -> str:
         """The common beginning of two texts, without a part of a special token."""
-        ours, theirs = self.control.split(a), self.control.split(b)
-        same = common_prefix_length(ours, theirs)
-        common = "".join(ours[:same])
-        if same < min(len(ours), len(theirs)) and not {ours[same], theirs[same]} & self.control.special.keys():
-            common += ours[same][: common_prefix_length(ours[same], theirs[same])]
+        a_parts, b_parts = self.control.split(a), self.control.split(b)
+        same = common_prefix_length(a_parts, b_parts)
+        common = "".join(a_parts[:same])
+        if same < min(len(a_parts), len(b_parts)) and not {a_parts[same], b_parts[same]} & self.control.special.keys():
+            common += a_parts[same][: common_prefix_length(a_parts[same], b_parts[same])]
         return common
 
     def _around_turn(
         self, before: list[Message], turn: Message, following: list[Message], tools: Tools | None
     ) -> tuple[str, str]:
-        """What is rendered after the text of a turn, if it is the last, and if ``following`` comes after it."""
+        """Return the text rendered after a turn, first as the last turn and then with ``following`` after it."""
         refusal: DataError | None = None
         for calls in _possible_calls(turn, following):
             spoken = [*before, _stand_in(calls)]
             try:
                 closed = self._text(spoken, tools, False)
-                whole = self._text([*spoken, *following], tools, True)
+                continued = self._text([*spoken, *following], tools, True)
             except DataError as error:
                 refusal = refusal or error
                 continue
-            if MARK in closed and MARK in whole:
-                return closed.rpartition(MARK)[2], whole.rpartition(MARK)[2]
+            if MARK in closed and MARK in continued:
+                return closed.rpartition(MARK)[2], continued.rpartition(MARK)[2]
         raise refusal or DataError(
             f"{PLACE}: the chat template leaves out the assistant's turn, so what follows it cannot be rendered."
         )
 
     def _writes(self, prepared: list[Message], expected: str, tools: Tools | None = None) -> bool:
-        """Whether the template takes the messages and writes the expected text."""
+        """Return whether the template takes the messages and writes the expected text."""
         try:
             return expected in self._text(prepared, tools, False)
         except DataError:
@@ -295,7 +295,7 @@ class _Rendered:
                 return
             self._texts[key] = text
             self._size += len(key) + len(text)
-            while self._size > MOST_KEPT:
+            while self._size > MAX_CACHED_CHARACTERS:
                 old = self._texts.popitem(last=False)
                 self._size -= len(old[0]) + len(old[1])
 
@@ -304,7 +304,9 @@ def _joined(first: Any, second: Any) -> Any:
     """Contents of two messages of the user as that of one."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}"
-    parts = [[{"type": "text", "text": one}] if isinstance(one, str) else one for one in (first, second)]
+    parts = [
+        [{"type": "text", "text": content}] if isinstance(content, str) else content for content in (first, second)
+    ]
     return [*parts[0], {"type": "text", "text": "\n\n"}, *parts[1]]
 
 

@@ -37,9 +37,9 @@ class SequenceColumns:
     ) -> None:
         self._rollout = rollout
         self._pad = cast(int, tokenizer.pad_token_id)  # transformers annotates all special tokens alike
-        self._images = ImagePrompts.of(processor)
+        self._images = ImagePrompts.from_processor(processor)
 
-    def of(self, ended: Iterable[Ended]) -> DataProto:
+    def to_batch(self, ended: Iterable[Ended]) -> DataProto:
         """Return a row for each sequence, in their order.
 
         Returns:

@@ -58,7 +58,7 @@ class Turn:
 
 
 @dataclass
-class Written:
+class TokenSequence:
     """One sequence to train on: a prompt, and a response whose lists have equal length."""
 
     prompt_ids: list[int]
@@ -119,59 +119,59 @@ class Conversation:
         bare, sources = without_images(opened(messages, images, PLACE))
         self.messages = copied(bare)
         """As an OpenAI client would hold them; image and video parts without what they hold."""
-        prompt_parts = self._images_of_prompt = self._of_prompt(sources, of_row)
+        prompt_parts = self._images_of_prompt = self._prompt_images(sources, of_row)
         self._later_images: list[SharedTensors] = []
         self._image_data: SharedTensors | None = None
         self.tools = tools
         self.problems: Counter[str] = Counter()
-        """What :meth:`check` found, by kind."""
+        """Differences that :meth:`check` found, counted by kind."""
         self._guarded_tools = template.guarded(tools)
         takes = images is not None
         self._prepared = [template.prepare(message, "prompt", assistant, takes) for message in self.messages]
         self.prompt_length = len(self.messages)
-        """How many of the messages are the prompt's."""
+        """Number of messages of the prompt."""
         self._drawn_last = False
         self._is_cut = False
         self._ends: frozenset[int] = frozenset()
         self._numbers = itertools.count()
         rendered = template.encoded(self._prepared, self._guarded_tools, True)
-        self.sequences = [Written(self._with_image_tokens(rendered, [prompt_parts]))]
+        self.sequences = [TokenSequence(self._with_image_tokens(rendered, [prompt_parts]))]
         """The sequences to train on: one, unless the template rewrote history."""
 
     @property
-    def written(self) -> Written:
-        """The sequence that grows."""
+    def sequence(self) -> TokenSequence:
+        """The last sequence, to which turns are added."""
         return self.sequences[-1]
 
     @property
     def prompt_ids(self) -> list[int]:
         """Tokens of the prompt."""
-        return self.written.prompt_ids
+        return self.sequence.prompt_ids
 
     @property
     def response_ids(self) -> list[int]:
         """All tokens after the prompt."""
-        return self.written.response_ids
+        return self.sequence.response_ids
 
     @property
     def response_mask(self) -> list[int]:
         """1 for tokens that the policy drew, 0 for all others."""
-        return self.written.response_mask
+        return self.sequence.response_mask
 
     @property
     def response_logprobs(self) -> list[float]:
         """The log-probs of drawn tokens, 0.0 for all others."""
-        return self.written.response_logprobs
+        return self.sequence.response_logprobs
 
     @property
     def turns(self) -> list[Turn]:
         """The parts of the response, without gaps."""
-        return self.written.turns
+        return self.sequence.turns
 
     @property
     def ids(self) -> list[int]:
         """The prompt and the response: what the engine gets next."""
-        return self.written.ids
+        return self.sequence.ids
 
     @property
     def image_data(self) -> SharedTensors:
@@ -190,15 +190,15 @@ class Conversation:
         Raises:
             DataError: they are more, and ``truncation`` is ``error`` or the prompt has images.
         """
-        whole = self.prompt_ids
+        prompt_ids = self.prompt_ids
         what = "the prompt with the descriptions of the tools" if self.tools else "the prompt"
         if len(self._images_of_prompt):
             what, truncation = f"{what} and with its images", "error"
-        self.written.prompt_ids = truncate(whole, max_length, truncation, what, "data.max_prompt_length")
-        self._is_cut = len(whole) > max_length
+        self.sequence.prompt_ids = truncate(prompt_ids, max_length, truncation, what, "data.max_prompt_length")
+        self._is_cut = len(prompt_ids) > max_length
 
     def tokens_left(self, response_length: int) -> int:
-        """How many tokens may still be added before the response has ``response_length``."""
+        """Return how many tokens may still be added before the response has ``response_length``."""
         return max(response_length - len(self.response_ids), 0)
 
     def add_drawn(self, token_ids: Sequence[int], log_probs: Sequence[float], message: Message) -> None:
@@ -220,7 +220,7 @@ class Conversation:
             ]
         self._prepared.append(self.template.prepare(message, "policy"))
         self.messages.append(message)
-        self.written.add("assistant", token_ids, 1, log_probs)
+        self.sequence.add("assistant", token_ids, 1, log_probs)
         self._drawn_last = True
 
     def open_turn(self, text: str) -> None:
@@ -230,7 +230,7 @@ class Conversation:
             text: control tokens in it are tokens.
         """
         ids = self.template.control.encode(text, after_token=True)
-        self.written.add(OPENING, ids, 0, [0.0] * len(ids))
+        self.sequence.add(OPENING, ids, 0, [0.0] * len(ids))
 
     def add_messages(self, messages: list[Message], max_tokens: int | None = None, keep: Side = "middle") -> bool:
         """Append messages of others and the header of the next turn of the policy.
@@ -262,7 +262,7 @@ class Conversation:
         # A prompt that was cut stays cut, and the template would write the whole one.
         if self.template.use_inference_chat_template and not self._is_cut and self._rewritten(ids):
             return True
-        self.written.add(messages[0]["role"], ids, 0, [0.0] * len(ids))
+        self.sequence.add(messages[0]["role"], ids, 0, [0.0] * len(ids))
         return True
 
     def copy(self) -> Conversation:
@@ -271,7 +271,7 @@ class Conversation:
         twin.messages, twin._prepared = list(self.messages), list(self._prepared)
         twin.problems = Counter()
         twin.sequences = [
-            Written(
+            TokenSequence(
                 sequence.prompt_ids,
                 list(sequence.response_ids),
                 list(sequence.response_mask),
@@ -284,15 +284,15 @@ class Conversation:
 
     def branch(self, drawn_turns: int) -> Conversation:
         """Return a copy that ends with the policy's turn of this number, counted from 1."""
-        twin, written = self.copy(), self.written
-        parts = [index for index, turn in enumerate(written.turns, 1) if turn.role == "assistant"]
+        twin, sequence = self.copy(), self.sequence
+        parts = [index for index, turn in enumerate(sequence.turns, 1) if turn.role == "assistant"]
         after_prompt = enumerate(self.messages[self.prompt_length :], self.prompt_length + 1)
         replies = [index for index, message in after_prompt if message["role"] == "assistant"]
         part, reply = parts[drawn_turns - 1], replies[drawn_turns - 1]
-        stop = written.turns[part - 1].stop
+        stop = sequence.turns[part - 1].stop
         index = sum(_count_images(message) for message in twin.messages[self.prompt_length : reply])
         twin._later_images, twin._image_data = self._later_images[:index], None
-        del twin.messages[reply:], twin._prepared[reply:], twin.written.turns[part:]
+        del twin.messages[reply:], twin._prepared[reply:], twin.sequence.turns[part:]
         del twin.response_ids[stop:], twin.response_mask[stop:], twin.response_logprobs[stop:]
         twin._drawn_last = True
         return twin
@@ -310,7 +310,7 @@ class Conversation:
         for difference in self._differences():
             if mode == "strict" or difference.kind != "whitespace":
                 self.problems[difference.kind] += 1
-                self.template.tell(
+                self.template.warn_once(
                     difference.kind,
                     "a conversation's tokens are not those of the chat template for all its messages (%s): %s. "
                     "Written: %s. The template: %s. Set multi_turn.tokenization_sanity_check_mode to choose what is "
@@ -329,8 +329,8 @@ class Conversation:
         except DataError as error:
             yield Difference(REFUSED, " ".join(message["role"] for message in self.messages), str(error))
             return
-        of_policy = [turn.role in ("assistant", OPENING) for turn in self.turns for _ in range(turn.start, turn.stop)]
-        ids, mask = self._without_repeats(self.ids, [0] * len(self.prompt_ids) + list(map(int, of_policy)))
+        is_sampled = [turn.role in ("assistant", OPENING) for turn in self.turns for _ in range(turn.start, turn.stop)]
+        ids, mask = self._without_repeats(self.ids, [0] * len(self.prompt_ids) + list(map(int, is_sampled)))
         yield from differences(
             ids,
             mask,
@@ -357,11 +357,11 @@ class Conversation:
             result.setdefault("name", names.get(result["tool_call_id"], "unknown"))
         return messages
 
-    def _of_prompt(self, sources: Sequence[object], of_row: Mapping[str, object] | None) -> SharedTensors:
+    def _prompt_images(self, sources: Sequence[object], row_inputs: Mapping[str, object] | None) -> SharedTensors:
         """The inputs of the prompt's images; parts that hold none stand for those of the row, in their order."""
         if None not in sources:
             return together(self._inputs(sources))
-        row_images = as_inputs(of_row, self._maker, PLACE)
+        row_images = as_inputs(row_inputs, self._maker, PLACE)
         if not any(sources):
             return row_images
         row, missing = apart(row_images), sources.count(None)
@@ -396,16 +396,16 @@ class Conversation:
         if self._maker is None or not len(self.image_data):
             return ids, mask
         tokens, counts = self._maker.config.token_ids, iter(token_counts(self.image_data, self._maker.config))
-        kept: list[tuple[int, int]] = []
+        tokens_with_mask: list[tuple[int, int]] = []
         repeats = 0
-        for token_id, drawn in zip(ids, mask, strict=True):
-            if token_id in tokens and not drawn:
+        for token_id, is_sampled in zip(ids, mask, strict=True):
+            if token_id in tokens and not is_sampled:
                 if repeats:
                     repeats -= 1
                     continue
                 repeats = next(counts) - 1
-            kept.append((token_id, drawn))
-        return [token_id for token_id, _ in kept], [drawn for _, drawn in kept]
+            tokens_with_mask.append((token_id, is_sampled))
+        return [token_id for token_id, _ in tokens_with_mask], [is_sampled for _, is_sampled in tokens_with_mask]
 
     def _fitting(
         self, messages: list[Message], images: Sequence[SharedTensors], max_tokens: int | None, keep: Side
@@ -455,14 +455,16 @@ class Conversation:
 
     def _rewritten(self, ids: list[int]) -> bool:
         """Begin another sequence if the template writes all messages otherwise than they are written so far."""
-        every = [self._images_of_prompt, *self._later_images]
-        rendering = self._with_image_tokens(self.template.encoded(self._prepared, self._guarded_tools, True), every)
+        all_images = [self._images_of_prompt, *self._later_images]
+        rendering = self._with_image_tokens(
+            self.template.encoded(self._prepared, self._guarded_tools, True), all_images
+        )
         decode = self.template.tokenizer.decode
         if decode(rendering) == decode(self.ids + ids):
             return False
         same = common_prefix_length(self.prompt_ids, rendering)
-        self.sequences.append(Written(rendering[:same]))
-        self.written.add("history", rendering[same:], 0, [0.0] * (len(rendering) - same))
+        self.sequences.append(TokenSequence(rendering[:same]))
+        self.sequence.add("history", rendering[same:], 0, [0.0] * (len(rendering) - same))
         return True
 
 

@@ -60,7 +60,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         """See :meth:`AgentLoopBase.prepare`."""
         turns = config.actor_rollout_ref.rollout.multi_turn
         return EnvironmentAgentParts(
-            ChatTemplate.of_policy(config, tokenizer),
+            ChatTemplate.from_config(config, tokenizer),
             get_tool_parser(turns.format, tokenizer),
             read_environments(path) if (path := turns.environment_config_path) else {},
         )
@@ -73,7 +73,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: JsonObject, **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """See :meth:`AgentLoopBase.run`."""
         entry, arguments = environment_of_row(self.shared.environments, kwargs.get("environment_kwargs"))
-        images = ImagePrompts.of(self.processor)
+        images = ImagePrompts.from_processor(self.processor)
         prompt = as_messages(list(kwargs["raw_prompt"]), "the prompt", with_images=images is not None)
         shorten, limit_s = self.shared.template.control.shorten, self.rollout_config.agent.tool_timeout_s
         async with Episode(entry, shorten, limit_s, self.shared.threads, images) as episode:
@@ -89,7 +89,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             conversation,
             status=status,
             metrics=AgentLoopMetrics(generate_sequences=self.server_manager.seconds, tool_calls=played.seconds),
-            said=self._told(conversation, played),
+            messages=self._recorded_messages(conversation, played),
             turn_scores=turn_scores(played.rewards, rest),
             columns={"environment_info": played.info, "rendering_differences": dict(conversation.check())},
         )
@@ -109,11 +109,11 @@ class EnvironmentAgentLoop(AgentLoopBase):
             limits = [left, sampling_params.get("max_tokens"), played.entry.max_action_tokens]
             params = {**sampling_params, "max_tokens": min(limit for limit in limits if limit)}
             context = conversation.ids
-            drawn = await self.server_manager.generate(
+            output = await self.server_manager.generate(
                 CONVERSATION, prompt_ids=context, sampling_params=params, image_data=conversation.image_data
             )
-            turn = await self._read(context, drawn.token_ids, conversation)
-            conversation.add_drawn(drawn.token_ids, drawn.log_probs or [], turn.message())
+            turn = await self._read(context, output.token_ids, conversation)
+            conversation.add_drawn(output.token_ids, output.log_probs or [], turn.message())
             end = await played.step(conversation)
             if end is not None:
                 return end
@@ -124,24 +124,24 @@ class EnvironmentAgentLoop(AgentLoopBase):
                 break
         return "context_full"
 
-    def _told(self, conversation: Conversation, played: _PlayedEpisode) -> list[JsonObject]:
-        """The messages; those of the policy with the times of its turn and the environment's, and the reward."""
+    def _recorded_messages(self, conversation: Conversation, played: _PlayedEpisode) -> list[JsonObject]:
+        """Return the messages; those of the policy with times of its turn and of the environment, and the reward."""
         turns = zip(self.server_manager.turns, played.step_seconds, played.rewards, strict=True)
         messages = []
         for index, message in enumerate(conversation.messages):
             more: JsonObject = {}
             if index >= conversation.prompt_length and message["role"] == "assistant":
-                drawn, in_step, reward = next(turns)
-                more = {"seconds": drawn.seconds, "began": drawn.began, "environment_seconds": in_step}
+                policy_turn, in_step, reward = next(turns)
+                more = {"seconds": policy_turn.seconds, "began": policy_turn.began, "environment_seconds": in_step}
                 more["reward"] = reward
             messages.append({**message, **more})
         return messages
 
-    async def _read(self, context: list[int], drawn: list[int], conversation: Conversation) -> ParsedTurn:
+    async def _read(self, context: list[int], token_ids: list[int], conversation: Conversation) -> ParsedTurn:
         parser = self.shared.parser
-        turn = await parser.parse(drawn, conversation.tools, parser.is_thinking_after(context))
+        turn = await parser.parse(token_ids, conversation.tools, parser.is_thinking_after(context))
         if turn.calls and not conversation.tools:  # what looks like a call is a text like any other
-            return ParsedTurn(decoded(self.tokenizer, drawn, skip_special_tokens=True))
+            return ParsedTurn(decoded(self.tokenizer, token_ids, skip_special_tokens=True))
         return turn
 
 
@@ -155,9 +155,9 @@ class _PlayedEpisode:
     seconds: float
     """Time in the environment."""
     step_seconds: list[float] = field(default_factory=list)
-    """Of the answer to each turn of the policy."""
+    """Seconds that the environment took to answer each turn of the policy."""
     rewards: list[float | None] = field(default_factory=list)
-    """Of each turn of the policy."""
+    """Reward of each turn of the policy."""
     answer: list[Message] = field(default_factory=list)
     info: JsonObject = field(default_factory=dict)
 
@@ -165,12 +165,12 @@ class _PlayedEpisode:
         """Give the environment the policy's last turn; return how it ended the episode, or None."""
         turn = conversation.messages[-1]
         began = time.monotonic()
-        said = await self.episode.step(turn["content"] or "", turn.get("tool_calls", []) if self.has_tools else None)
+        result = await self.episode.step(turn["content"] or "", turn.get("tool_calls", []) if self.has_tools else None)
         self.step_seconds.append(time.monotonic() - began)
         self.seconds += self.step_seconds[-1]
-        self.rewards.append(said.reward)
-        self.answer, self.info = said.messages, said.info
-        return "done" if said.terminated else "turns_used_up" if said.truncated else None
+        self.rewards.append(result.reward)
+        self.answer, self.info = result.messages, result.info
+        return "done" if result.terminated else "turns_used_up" if result.truncated else None
 
 
 def turn_scores(rewards: list[float | None], rest: float | None) -> list[float] | None:

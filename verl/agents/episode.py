@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 ROLES = ("user", "tool", "system", "developer", "assistant")
 """Roles of observations; a step returns messages of the first two alone, a reset of all."""
 FORM = "step returns (observation, reward, terminated, truncated, info)"
-MOST_OF_A_VALUE = 1000
+MAX_VALUE_LENGTH = 1000
 """Characters of one further value that are kept."""
 
 
@@ -111,10 +111,10 @@ class Episode:
         result = prompt if result is None else result
         tools = await self._thread.call(_tools, self._environment)
         if not isinstance(result, list):
-            [said] = await self._messages([{"role": "user", "content": self._content(result, "reset")}], "reset")
-            return _joined(prompt, self._short(said["content"])), tools
+            [first] = await self._messages([{"role": "user", "content": self._content(result, "reset")}], "reset")
+            return _joined(prompt, self._short(first["content"])), tools
         messages = await self._messages(result, "reset")
-        missing, images_of_prompt = (without_images(said)[1].count(None) for said in (messages, prompt))
+        missing, images_of_prompt = (without_images(talk)[1].count(None) for talk in (messages, prompt))
         if missing not in (0, images_of_prompt):
             raise self._thread.error(
                 f"reset returned {missing} image part(s) that hold no image, and the row has "
@@ -236,13 +236,13 @@ def _joined(prompt: list[Message], observation: str | list[Message]) -> list[Mes
     """The prompt with an observation as the user's. Many models never met two messages of the user in a row."""
     if not observation:
         return prompt
-    asked = prompt[-1]["content"]
-    if prompt[-1]["role"] != "user" or not asked:
+    last_content = prompt[-1]["content"]
+    if prompt[-1]["role"] != "user" or not last_content:
         return [*prompt, {"role": "user", "content": observation}]
-    if isinstance(asked, str) and isinstance(observation, str):
-        content: object = f"{asked}\n\n{observation}"
+    if isinstance(last_content, str) and isinstance(observation, str):
+        content: object = f"{last_content}\n\n{observation}"
     else:
-        content = [*_parts(asked), {"type": "text", "text": "\n\n"}, *_parts(observation)]
+        content = [*_parts(last_content), {"type": "text", "text": "\n\n"}, *_parts(observation)]
     return [*prompt[:-1], prompt[-1] | {"content": content}]
 
 
@@ -258,7 +258,7 @@ def _plain(info: Mapping[Any, object]) -> JsonObject:
             text = json.dumps(value, allow_nan=False)
         except (TypeError, ValueError, RecursionError):
             text = ""
-        plain[str(name)] = json.loads(text) if 0 < len(text) <= MOST_OF_A_VALUE else _shown(value, MOST_OF_A_VALUE)
+        plain[str(name)] = json.loads(text) if 0 < len(text) <= MAX_VALUE_LENGTH else _shown(value, MAX_VALUE_LENGTH)
     return plain
 
 

@@ -143,7 +143,7 @@ def media_parts(kind: str, value: object, maker: ImagePrompts | None, where: str
     if maker is None:
         raise ConfigError(f"{where}: a message has {'an image' if kind == 'image' else 'a video'}, and {FOR_TEXT}.")
     picture = maker.open(Video(value), where) if kind == "video" else maker.read(value, where)
-    parts = [{"type": kind, kind: one} for one in apart(SharedTensors(maker.inputs([picture], where)))]
+    parts = [{"type": kind, kind: inputs} for inputs in apart(SharedTensors(maker.inputs([picture], where)))]
     return timed(parts, picture.times()) if isinstance(picture, Clip) and maker.has_times else parts
 
 
@@ -168,9 +168,9 @@ def together(parts: Sequence[SharedTensors]) -> SharedTensors:
     if any(SECONDS in part for part in some):
         seconds = [part[SECONDS] if SECONDS in part else torch.zeros(len(part[IMAGE_INPUTS[1]])) for part in some]
         tensors[SECONDS] = torch.cat(seconds)
-    made = SharedTensors({name: tensor for name, tensor in tensors.items() if tensor is not None})
-    note_digests(made, tuple(digest for part in some for digest in digests(part)))
-    return made
+    shared = SharedTensors({name: tensor for name, tensor in tensors.items() if tensor is not None})
+    note_digests(shared, tuple(digest for part in some for digest in digests(part)))
+    return shared
 
 
 def token_counts(images: SharedTensors, vision: VisionConfig) -> list[int]:
@@ -197,27 +197,27 @@ def text_places(
         ConfigError: the other tokens with this id are not those of the images.
     """
     if not any(token in ids for token in vision.token_ids):
-        drawn, image_count = (), 0
+        text_positions, image_count = (), 0
     else:
         values = drawn_log_probs(ids, turns)
         places = [position for position, token_id in enumerate(ids) if token_id in vision.token_ids]
-        drawn = tuple(position for position in places if values[position] is not None)
-        image_count = len(places) - len(drawn)
-    wanted = sum(token_counts(images, vision))
-    if image_count != wanted:
+        text_positions = tuple(position for position in places if values[position] is not None)
+        image_count = len(places) - len(text_positions)
+    expected = sum(token_counts(images, vision))
+    if image_count != expected:
         raise ConfigError(
-            f"prompt_ids have {image_count} image tokens, and image_data makes {wanted}. Give all images of the "
+            f"prompt_ids have {image_count} image tokens, and image_data makes {expected}. Give all images of the "
             f"conversation in their order as image_data: a list, or kwargs['{INPUTS}'] for those of the row."
         )
-    return drawn
+    return text_positions
 
 
 def images_of_sequence(
     ids: Sequence[int],
-    drawn: Sequence[bool],
+    is_sampled: Sequence[bool],
     turns: Sequence[DrawnTurn],
     image_inputs: SharedTensors | None,
-    of_row: SharedTensors,
+    row_images: SharedTensors,
     most: int,
     vision: VisionConfig,
 ) -> tuple[SharedTensors, int]:
@@ -225,10 +225,10 @@ def images_of_sequence(
 
     Args:
         ids: the sequence.
-        drawn: which of its tokens the policy drew.
+        is_sampled: which of its tokens the policy drew.
         turns: the turns of the policy, with the images that it was shown.
         image_inputs: what the agent loop says are the images; None takes those of the last turn in the sequence.
-        of_row: the images of the row, for a sequence without a turn.
+        row_images: the images of the row, for a sequence without a turn.
         most: tokens that may stay. A sequence is not cut within an image, but before it.
         vision: the policy's.
 
@@ -236,8 +236,8 @@ def images_of_sequence(
         ConfigError: the image tokens are not those of the images, or the policy was shown other images.
     """
     shown = _shown(ids, turns)
-    images = image_inputs if image_inputs is not None else of_row if shown is None else shown
-    places = [position for position, token in enumerate(ids) if token in vision.token_ids and not drawn[position]]
+    images = image_inputs if image_inputs is not None else row_images if shown is None else shown
+    places = [position for position, token in enumerate(ids) if token in vision.token_ids and not is_sampled[position]]
     counts = token_counts(images, vision)
     if not places and image_inputs is None:
         return NO_IMAGES, min(most, len(ids))
@@ -255,17 +255,17 @@ def images_of_sequence(
             "multi_modal_data has other images than the policy was shown in its turns. Give those of image_data, in "
             "the same order and size."
         )
-    end, before, whole = min(most, len(ids)), 0, 0
+    end, before, num_images = min(most, len(ids)), 0, 0
     for count in counts:
         if places[before + count - 1] >= most:
             end = min(end, places[before])
             break
-        before, whole = before + count, whole + 1
-    return _first(images, whole, counts), end
+        before, num_images = before + count, num_images + 1
+    return _first(images, num_images, counts), end
 
 
 def with_text_places(
-    images: SharedTensors, ids: Sequence[int], drawn: Sequence[bool], prompt_length: int, vision: VisionConfig
+    images: SharedTensors, ids: Sequence[int], is_sampled: Sequence[bool], prompt_length: int, vision: VisionConfig
 ) -> SharedTensors:
     """Add the places of tokens with the id of images that the policy drew, where the trainer needs to be told.
 
@@ -273,8 +273,8 @@ def with_text_places(
     are no such tokens.
     """
     places = [position for position, token in enumerate(ids) if token in vision.token_ids]
-    texts = [position for position in places if drawn[position]]
-    if all(drawn[position] for position in places if position >= prompt_length):
+    texts = [position for position in places if is_sampled[position]]
+    if all(is_sampled[position] for position in places if position >= prompt_length):
         texts = [position for position in texts if position < prompt_length]
     return SharedTensors({**images, TEXT_PLACES: torch.tensor(texts)}) if texts else images
 
@@ -282,15 +282,15 @@ def with_text_places(
 def _shown(ids: Sequence[int], turns: Sequence[DrawnTurn]) -> SharedTensors | None:
     """The images of the last turn of a sequence; None if it has no turn."""
     written = list(ids)
-    known = [turn for turn in turns if written[: len(turn.prompt_ids)] == turn.prompt_ids]
-    if not known:
+    matching = [turn for turn in turns if written[: len(turn.prompt_ids)] == turn.prompt_ids]
+    if not matching:
         return None
 
     def rank(turn: DrawnTurn) -> tuple[bool, int]:
         start = len(turn.prompt_ids)
         return written[start : start + len(turn.token_ids)] == turn.token_ids, start
 
-    return max(known, key=rank).images or NO_IMAGES
+    return max(matching, key=rank).images or NO_IMAGES
 
 
 def _first(images: SharedTensors, count: int, counts: Sequence[int]) -> SharedTensors:

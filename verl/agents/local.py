@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from verl.agents.columns import SequenceColumns
-from verl.agents.drawn import to_batch
+from verl.agents.partial_responses import to_batch
 from verl.agents.polling import Polling
 from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryProgress, TrajectoryResult
 from verl.config import PPOConfig
@@ -56,16 +56,18 @@ class LocalAgents:
         running = [asyncio.create_task(self._worker.run(trajectory)) for trajectory in trajectories]
         try:
             results = await asyncio.gather(*running)
-            return results, await asyncio.to_thread(self._columns.of, list(zip(trajectories, results, strict=True)))
+            return results, await asyncio.to_thread(
+                self._columns.to_batch, list(zip(trajectories, results, strict=True))
+            )
         finally:
             for task in running:
                 task.cancel()  # does nothing unless another one raised
             for trajectory in trajectories:
                 self._worker.forget(trajectory)
 
-    async def drawn(self) -> list[DataProto]:
-        """See :meth:`verl.agents.manager.Agents.drawn`."""
-        return [to_batch(self._worker.drawn(self._session.router.drawn()))]
+    async def partial_responses(self) -> list[DataProto]:
+        """See :meth:`verl.agents.manager.Agents.partial_responses`."""
+        return [to_batch(self._worker.partial_responses(self._session.router.partial_responses()))]
 
     def serve_until(self, group: WorkerGroup, is_enough: Callable[[], bool]) -> None:
         """See :meth:`verl.agents.manager.AgentLoopManager.serve_until`."""

@@ -53,7 +53,7 @@ class AgentLoopMetrics(BaseModel):
     compute_score: float = 0.0
     """Seconds in scoring inside the loop."""
     num_preempted: int = -1
-    """How often an engine interrupted a turn for want of memory; -1 where it is not counted."""
+    """Preemptions: interruptions of a turn by the engine for want of memory; -1 where it is not counted."""
 
 
 class AgentLoopOutput(BaseModel):
@@ -68,9 +68,9 @@ class AgentLoopOutput(BaseModel):
     response_logprobs: list[float] | None = None
     """log p of the drawn tokens, 0 on others; None takes what the engines returned."""
     routed_experts: Any = None
-    """What the engines recorded of its tokens; not read from a loop."""
+    """Experts that the engines recorded for its tokens; not read from a loop."""
     kept_ids: Any = None
-    """What the engines recorded that truncated sampling kept for its tokens; not read from a loop."""
+    """Token ids that truncated sampling kept, as the engines recorded them; not read from a loop."""
     weight_versions: list[int] = []
     """Version of the weights that drew each token, -1 where the policy drew none; not read from a loop."""
     multi_modal_data: JsonObject | None = None
@@ -85,9 +85,9 @@ class AgentLoopOutput(BaseModel):
     """Messages of the conversation, those of the prompt, tools and users among them."""
     metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
     status: TrajectoryStatus = "done"
-    """How the trajectory ended."""
+    """End of the trajectory."""
     conversation: list[JsonObject] | None = None
-    """What was said, for the dumps of a run: messages as an OpenAI client holds them, each with further values such as
+    """Messages for the dumps of a run, as an OpenAI client holds them, each with further values such as
     ``seconds``. Without it the dumps show the tokens as text."""
     extra_fields: JsonObject = {}
     """Further values, which become columns of the batch: ``turn_scores`` (a score for each turn of the policy, in the
@@ -161,9 +161,9 @@ class AgentLoopBase(ABC):
         self.apply_chat_template_kwargs: JsonObject = dict(plain)
 
     shared: Any = None
-    """What :meth:`prepare` made; set before ``__init__`` runs."""
+    """Result of :meth:`prepare`; set before ``__init__`` runs."""
     takes_images: ClassVar[bool] = True
-    """Whether rows with images may ask for this loop."""
+    """True if rows with images may ask for this loop."""
 
     @functools.cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -256,7 +256,7 @@ class AgentLoopBase(ABC):
             raise ConfigError(VIDEOS_APART)
         if audios or mm_processor_kwargs:
             raise ConfigError(f"{PLACE}: audios and mm_processor_kwargs are not in this version; leave them out.")
-        maker = ImagePrompts.of(self.processor)
+        maker = ImagePrompts.from_processor(self.processor)
         settings: JsonObject = {**self.apply_chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
         text = render_prompt(as_messages(list(messages), PLACE, maker is not None), self.tokenizer, PLACE, **settings)
         if remove_system_prompt:
@@ -271,8 +271,8 @@ class AgentLoopBase(ABC):
     def _system_prompt(self) -> str:
         """Text that the template writes in front of a conversation which has no system message."""
         empty, settings = {"role": "user", "content": ""}, self.apply_chat_template_kwargs
-        once, twice = (render([empty] * count, self.tokenizer, PLACE, **settings) for count in (1, 2))
-        return once.removesuffix(twice.removeprefix(once))
+        single, doubled = (render([empty] * count, self.tokenizer, PLACE, **settings) for count in (1, 2))
+        return single.removesuffix(doubled.removeprefix(single))
 
     async def process_vision_info(self, messages: Sequence[Mapping[str, object]]) -> JsonObject:
         """Return the images that stand in messages, decoded, as ``images``; nothing if there are none.
@@ -284,7 +284,7 @@ class AgentLoopBase(ABC):
             DataError: an image cannot be read, or a message holds its place alone.
         """
         images = without_images([dict(message) for message in messages])[1]
-        maker = ImagePrompts.of(self.processor)
+        maker = ImagePrompts.from_processor(self.processor)
         if images and maker is None:
             raise ConfigError(f"{PLACE}: there are images, and {FOR_TEXT}.")
         if None in images:

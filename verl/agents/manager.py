@@ -42,13 +42,13 @@ FINISH_REASONS: dict[TrajectoryStatus, str] = {"done": "stop", "turns_used_up": 
 ENDS_OF_ONE_TURN: tuple[TrajectoryStatus, ...] = ("done", "context_full")
 """Statuses of a single turn that an engine has answered."""
 REDRAWS = 2
-"""How often a trajectory whose status asks for it is drawn again."""
+"""Number of times that a trajectory whose status asks for it is sampled again."""
 NOT_FOR_LOOPS = ("uid", "sample_index")
 """Columns that the trainer made, which a row of the data set does not have."""
 
 
 class Agents(Protocol):
-    """What runs trajectories: :class:`verl.agents.local.LocalAgents` or :class:`verl.agents.ray.RayAgents`."""
+    """Runner of trajectories: :class:`verl.agents.local.LocalAgents` or :class:`verl.agents.ray.RayAgents`."""
 
     thread: LoopThread
     """The event loop in which :meth:`run` is awaited."""
@@ -66,8 +66,8 @@ class Agents(Protocol):
         """
         ...
 
-    async def drawn(self) -> list[DataProto]:
-        """See :meth:`AgentLoopManager.drawn`; awaited in :attr:`thread`."""
+    async def partial_responses(self) -> list[DataProto]:
+        """See :meth:`AgentLoopManager.partial_responses`; awaited in :attr:`thread`."""
         ...
 
     def serve_until(self, group: WorkerGroup, is_enough: Callable[[], bool]) -> None:
@@ -133,8 +133,8 @@ class AgentLoopManager:
         self._loops = agent_loops(config)
         self.worker_group = worker_group
         self._rollout = config.actor_rollout_ref.rollout
-        self._of_run = {} if judge_address is None else {JUDGE_ADDRESS: judge_address}
-        self._takes_images = ImagePrompts.of(processor) is not None
+        self._run_columns = {} if judge_address is None else {JUDGE_ADDRESS: judge_address}
+        self._takes_images = ImagePrompts.from_processor(processor) is not None
         self._agents: Agents = _agents(
             config, SequenceColumns(self._rollout, tokenizer, processor), tokenizer, processor
         )
@@ -168,13 +168,13 @@ class AgentLoopManager:
             check_failures(batch, self._rollout.agent)
         return batch
 
-    def submit(self, prompts: DataProto, begun: Mapping[str, RolloutOutput] | None = None) -> Future[DataProto]:
+    def submit(self, prompts: DataProto, resume_from: Mapping[str, RolloutOutput] | None = None) -> Future[DataProto]:
         """Begin the trajectories of these rows, for example of one group; may be called at any time, in any thread.
 
         Args:
             prompts: as for :meth:`generate_sequences`. The random numbers of a sample follow from its
                 ``global_steps``, ``uid`` and ``sample_index``, and not from what runs beside it.
-            begun: what an earlier run has drawn of the responses of single turns, by the name of the trajectory, with
+            resume_from: partial responses of single turns from an earlier run, by the name of the trajectory, with
                 ``finish_reason`` "abort" unless they have ended. They go on from there.
 
         Returns:
@@ -188,7 +188,7 @@ class AgentLoopManager:
         Raises:
             DataError: a row has images, and its agent loop or the policy takes none.
         """
-        trajectories = self._trajectories(prompts, begun or {})
+        trajectories = self._trajectories(prompts, resume_from or {})
         self._check_images(trajectories)
         future = self._agents.thread.submit(self._answered(prompts, trajectories))
         future.add_done_callback(lambda _: self._agents.notify())
@@ -213,16 +213,18 @@ class AgentLoopManager:
         """
         self._agents.serve_until(group, is_enough)
 
-    def drawn(self) -> list[DataProto]:
+    def partial_responses(self) -> list[DataProto]:
         """Return what there is of responses of single turns whose columns are not there yet, for a checkpoint.
 
         Tokens that an engine has drawn since its last interruption are not among them.
 
         Returns:
-            parts, of which :func:`verl.agents.drawn.from_batch` makes what :meth:`submit` takes.
+            parts, of which :func:`verl.agents.partial_responses.from_batch` makes what :meth:`submit` takes.
         """
         try:
-            return [batch for batch in self._agents.thread.submit(self._agents.drawn()).result() if len(batch)]
+            return [
+                batch for batch in self._agents.thread.submit(self._agents.partial_responses()).result() if len(batch)
+            ]
         except CancelledError:  # another thread that serves has lost the router meanwhile: see `has_ended`
             return []
 
@@ -242,7 +244,7 @@ class AgentLoopManager:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all trajectories were cancelled because the router was lost, or by an error of engines or processes.
+        """Return whether the loss of the router, or an error of engines or processes, cancelled all trajectories.
 
         Columns of trajectories that had ended can be read until :meth:`shutdown`; another manager has to run the rest.
         """
@@ -253,7 +255,7 @@ class AgentLoopManager:
         self._agents.shutdown()
 
     def _is_plain(self, prompts: DataProto) -> bool:
-        """Whether the rows are those of a run in which each prompt has one response of the engines."""
+        """Return whether the rows are those of a run in which each prompt has one response of the engines."""
         return "agent_name" not in prompts.non_tensor_batch and self._rollout.default_agent_loop == SINGLE_TURN
 
     async def _answered(self, prompts: DataProto, trajectories: list[Trajectory]) -> DataProto:
@@ -291,7 +293,7 @@ class AgentLoopManager:
         names = (trajectory.agent_name for trajectory, *_ in _sequences(trajectories, results))
         return batch | DataProto.from_dict(non_tensors={"agent_name": _objects(names)})
 
-    def _trajectories(self, prompts: DataProto, begun: Mapping[str, RolloutOutput]) -> list[Trajectory]:
+    def _trajectories(self, prompts: DataProto, resume_from: Mapping[str, RolloutOutput]) -> list[Trajectory]:
         is_plain = self._is_plain(prompts)
         step = int(prompts.meta_info.get("global_steps", 0))
         columns = prompts.non_tensor_batch
@@ -306,7 +308,7 @@ class AgentLoopManager:
                 prompt_ids=tuple(request.prompt_ids),
             )
             name = row.get("agent_name") or self._rollout.default_agent_loop
-            row = {**row, "agent_name": name, "raw_prompt_ids": request.prompt_ids, **self._of_run}
+            row = {**row, "agent_name": name, "raw_prompt_ids": request.prompt_ids, **self._run_columns}
             trajectories.append(
                 Trajectory(
                     agent_name=name,
@@ -317,7 +319,7 @@ class AgentLoopManager:
                     returns_kept_ids=request.returns_kept_ids,
                     is_trained_on=is_trained_on,
                     is_plain=is_plain,
-                    begun=begun.get(trajectory_id(sample.uid, sample.sample_index)),
+                    resume_from=resume_from.get(trajectory_id(sample.uid, sample.sample_index)),
                 )
             )
         return trajectories

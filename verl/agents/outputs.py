@@ -19,7 +19,7 @@ def conversation_outputs(
     *,
     status: TrajectoryStatus,
     metrics: AgentLoopMetrics,
-    said: list[JsonObject],
+    messages: list[JsonObject],
     turn_scores: list[float] | None,
     turn_rewards: list[float] | None = None,
     columns: JsonObject,
@@ -30,7 +30,7 @@ def conversation_outputs(
         conversation: at its end.
         status: how it ended.
         metrics: of the whole trajectory.
-        said: what was said, for the dumps.
+        messages: the conversation, for the dumps.
         turn_scores: a score for each turn of the policy; each sequence gets those of its own turns.
         turn_rewards: what is added to the score, of each turn of the policy.
         columns: further values of the whole trajectory. These, the metrics and ``told`` are the last sequence's.
@@ -41,15 +41,15 @@ def conversation_outputs(
     outputs: list[AgentLoopOutput] = []
     done = 0
     for written in conversation.sequences:
-        drawn = sum(turn.role == "assistant" for turn in written.turns)
-        if not drawn and outputs:
+        num_turns = sum(turn.role == "assistant" for turn in written.turns)
+        if not num_turns and outputs:
             continue  # history was rewritten, and then there was no room for a turn
-        scores = None if turn_scores is None else turn_scores[done : done + drawn]
-        added = None if turn_rewards is None else turn_rewards[done : done + drawn]
+        scores = None if turn_scores is None else turn_scores[done : done + num_turns]
+        added = None if turn_rewards is None else turn_rewards[done : done + num_turns]
         if turn_rewards is not None and turn_scores is None and len(conversation.sequences) > 1:
             # All sequences share the score, so they share what is added to it.
-            added = [*[0.0] * (drawn - 1), sum(turn_rewards)][:drawn]
-        done += drawn
+            added = [*[0.0] * (num_turns - 1), sum(turn_rewards)][:num_turns]
+        done += num_turns
         outputs.append(
             AgentLoopOutput(
                 prompt_ids=written.prompt_ids,
@@ -61,6 +61,6 @@ def conversation_outputs(
             )
         )
     last = outputs[-1]
-    more = {"status": status, "metrics": metrics, "conversation": said, "extra_fields": last.extra_fields | columns}
+    more = {"status": status, "metrics": metrics, "conversation": messages, "extra_fields": last.extra_fields | columns}
     outputs[-1] = last.model_copy(update=more)
     return outputs if len(outputs) > 1 else outputs[0]

@@ -1,4 +1,4 @@
-"""What an agent loop generates with: ``await server_manager.generate(...)``, token ids in and out."""
+"""Generation for agent loops: ``await server_manager.generate(...)``, token ids in and out."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ OTHER_NAMES = {"max_new_tokens": "max_tokens"}
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}
 """Parameters that engines of this version lack, and the value that changes nothing."""
 KINDS = {"max_tokens": int, "top_k": int, "ignore_eos": bool, "stop": str, "stop_token_ids": int}
-"""Types of parameters that are no numbers, or whole ones."""
-KNOWN = SamplingParams.__dataclass_fields__.keys() - {"seed"}
-"""The seed is not among them: it follows from the sample, so that a resumed run draws the same tokens."""
+"""Types of sampling parameters, where not any number is allowed."""
+KNOWN_PARAMETERS = SamplingParams.__dataclass_fields__.keys() - {"seed"}
+"""Sampling parameters of a call. No seed: it follows from the sample, so that a resumed run draws the same tokens."""
 
 
 class ContextFullError(RolloutError):
@@ -54,13 +54,13 @@ class TokenOutput(BaseModel):
     weight_version: int = -1
     """Version of the weights that the response was drawn with."""
     num_preempted: int | None = None
-    """How often the engine interrupted it for want of memory; None where the engine does not tell."""
+    """Preemptions by the engine for want of memory; None where the engine does not tell."""
     extra_fields: JsonObject = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleId:
-    """Which response of a run a trajectory is; its random numbers follow from this and from its own tokens."""
+    """Identity of a trajectory within a run; its random numbers follow from this and from its own tokens."""
 
     step: int
     uid: str
@@ -108,7 +108,7 @@ class AsyncLLMServerManager:
         self._sample = sample
         self.sampling = default
         """Sampling parameters where a call names none."""
-        self._asked: Counter[tuple[int, ...]] = Counter()
+        self._num_requests: Counter[tuple[int, ...]] = Counter()
         self.turns: list[DrawnTurn] = []
         """All responses of the trajectory, in the order in which they arrived."""
         self.seconds = 0.0
@@ -123,12 +123,12 @@ class AsyncLLMServerManager:
 
     @property
     def sample(self) -> SampleId:
-        """Which response of the run the trajectory is."""
+        """Return the identity of the trajectory within the run."""
         return self._sample
 
     @property
     def is_asking(self) -> bool:
-        """Whether a request is under way."""
+        """Return whether a request is under way."""
         return bool(self._under_way)
 
     @property
@@ -191,10 +191,10 @@ class AsyncLLMServerManager:
                 f"the conversation has {len(ids)} tokens, and prompt and response may have {self.max_model_len} "
                 "(data.max_prompt_length + data.max_response_length, or rollout.max_model_len)."
             )
-        wanted = self._checked(sampling_params or {})
-        most = min(wanted.pop("max_tokens", self.sampling.max_tokens), room)
+        parameters = self._checked(sampling_params or {})
+        most = min(parameters.pop("max_tokens", self.sampling.max_tokens), room)
         images, texts = await self._with_images(ids, image_data)
-        params = replace(self.sampling, **wanted, max_tokens=most, seed=self._seed(tuple(ids)))
+        params = replace(self.sampling, **parameters, max_tokens=most, seed=self._seed(tuple(ids)))
         returns_kept_ids = self._returns_kept_ids and params.truncates
         if returns_kept_ids and not 0 < params.top_k <= self._config.top_k:
             params = replace(params, top_k=self._config.top_k)
@@ -267,28 +267,30 @@ class AsyncLLMServerManager:
 
     def _checked(self, sampling_params: JsonMapping) -> JsonObject:
         """Return the sampling parameters that a call names, in the names and types of :class:`SamplingParams`."""
-        wanted = {
+        parameters = {
             OTHER_NAMES.get(name, name): value for name, value in sampling_params.items() if name not in NO_EFFECT
         }
         for name, neutral in NEUTRAL.items():
-            if wanted.pop(name, neutral) != neutral:
+            if parameters.pop(name, neutral) != neutral:
                 raise ConfigError(
                     f"sampling parameter {name}={sampling_params[name]!r} is not in this version; leave it out."
                 )
-        if unknown := sorted(wanted.keys() - KNOWN):
-            raise ConfigError(f"unknown sampling parameter {', '.join(unknown)}. Known: {', '.join(sorted(KNOWN))}.")
+        if unknown := sorted(parameters.keys() - KNOWN_PARAMETERS):
+            raise ConfigError(
+                f"unknown sampling parameter {', '.join(unknown)}. Known: {', '.join(sorted(KNOWN_PARAMETERS))}."
+            )
         for name in ("stop", "stop_token_ids"):
-            if name in wanted:
-                value = wanted[name] or ()
-                wanted[name] = (value,) if isinstance(value, str) else tuple(value)
-        for name, value in wanted.items():
+            if name in parameters:
+                value = parameters[name] or ()
+                parameters[name] = (value,) if isinstance(value, str) else tuple(value)
+        for name, value in parameters.items():
             _check_type(name, value)
-        return {name: value for name, value in wanted.items() if value is not None}
+        return {name: value for name, value in parameters.items() if value is not None}
 
     def _seed(self, prompt: tuple[int, ...]) -> int:
         """Seed of a response: by the sample and the tokens before it, never by the order of calls."""
-        earlier = self._asked[prompt]
-        self._asked[prompt] += 1
+        earlier = self._num_requests[prompt]
+        self._num_requests[prompt] += 1
         sample = self._sample
         seed = sample_seed(self._config.seed, sample.step, sample.uid, sample.sample_index)
         if prompt == sample.prompt_ids and earlier == 0 and sample.attempt == 0:
@@ -298,13 +300,13 @@ class AsyncLLMServerManager:
 
 
 def _in_this_loop(on_drawn: Callable[[list[int]], object]) -> Callable[[DrawnPart], object]:
-    """Return what takes parts of a response in any thread, and tells the running event loop all tokens so far."""
+    """Return a callback for any thread that takes parts of a response and calls ``on_drawn`` in the running loop."""
     loop = asyncio.get_running_loop()
-    drawn: list[int] = []
+    token_ids: list[int] = []
 
     def take(part: DrawnPart) -> None:
-        drawn[part.start : part.start + len(part.token_ids)] = part.token_ids
-        on_drawn(list(drawn))
+        token_ids[part.start : part.start + len(part.token_ids)] = part.token_ids
+        on_drawn(list(token_ids))
 
     return lambda part: loop.call_soon_threadsafe(take, part)
 
@@ -318,8 +320,8 @@ def _check_type(name: str, value: Any) -> None:
     kind = KINDS.get(name, (int, float))
     values = value if name in ("stop", "stop_token_ids") else [value]
     if invalid := [each for each in values if each is not None and not isinstance(each, kind)]:
-        wanted = kind.__name__ if isinstance(kind, type) else "number"
-        raise ConfigError(f"sampling parameter {name} has {invalid[0]!r}, which is no {wanted}.")
+        expected = kind.__name__ if isinstance(kind, type) else "number"
+        raise ConfigError(f"sampling parameter {name} has {invalid[0]!r}, which is no {expected}.")
 
 
 LLMServerClient = AsyncLLMServerManager

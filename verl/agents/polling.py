@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 POLL_S = 0.1
-"""How often the condition is asked without a notice."""
+"""Seconds between checks of the condition without a notice."""
 
 
 class Polling:

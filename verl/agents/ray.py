@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING
 import ray
 
 from verl.agents.columns import Ended, SequenceColumns
-from verl.agents.drawn import to_batch
 from verl.agents.outputs import without_tokens
+from verl.agents.partial_responses import to_batch
 from verl.agents.polling import Polling
 from verl.agents.ray_trajectories import AgentProcesses, TrajectoryRun, shared_of
 from verl.agents.slots import SlotTable, count_by
@@ -81,15 +81,15 @@ class RaySlots:
     """
 
     def __init__(self, router: ActorHandle, process: str, tool: str, limit: int) -> None:
-        self._router, self._process, self._tool, self._number = router, process, tool, limit
+        self._router, self._process, self._tool, self._limit = router, process, tool, limit
 
     @asynccontextmanager
     async def __call__(self) -> AsyncIterator[None]:
         """Hold one slot."""
         call = uuid.uuid4().hex
-        asked = self._router.take_slot.remote(self._tool, self._number, call, self._process)
+        grant = self._router.take_slot.remote(self._tool, self._limit, call, self._process)
         try:
-            await asyncio.wrap_future(asked.future())
+            await asyncio.wrap_future(grant.future())
             yield
         finally:
             self._router.give_slot.remote(self._tool, call)
@@ -117,10 +117,10 @@ class WorkerActor(RouterActor):
         self._under_way: dict[int, asyncio.Task[TrajectoryResult]] = {}
         self._ended: dict[int, Ended] = {}
 
-    async def open(self, round_index: int, engines: int, others: Mapping[int, ActorHandle]) -> None:
+    async def open(self, round_index: int, engines: int, other_routers: Mapping[int, ActorHandle]) -> None:
         """See :meth:`RouterActor.open`."""
         self._connection.loop = asyncio.get_running_loop()  # the constructor runs in none
-        await super().open(round_index, engines, others)
+        await super().open(round_index, engines, other_routers)
 
     async def run(self, key: int, trajectory: Trajectory) -> TrajectoryResult:
         """Run a trajectory to its end; its tokens stay here under its key until :meth:`hand_in` or :meth:`drop`."""
@@ -143,16 +143,16 @@ class WorkerActor(RouterActor):
 
     async def hand_in(self, keys: Sequence[int]) -> DataProto:
         """Return the columns of trajectories that have ended, in the order of the keys, and forget them."""
-        return self._columns.of([self._taken(key) for key in keys])
+        return self._columns.to_batch([self._taken(key) for key in keys])
 
     def _taken(self, key: int) -> Ended:
         ended = self._ended.pop(key)
         self._worker.forget(ended[0])
         return ended
 
-    async def drawn(self) -> DataProto:
-        """See :meth:`AgentLoopWorker.drawn`."""
-        return to_batch(self._worker.drawn(self.router.drawn()))
+    async def partial_responses(self) -> DataProto:
+        """See :meth:`AgentLoopWorker.partial_responses`."""
+        return to_batch(self._worker.partial_responses(self.router.partial_responses()))
 
     async def drop(self, keys: Sequence[int]) -> None:
         """End trajectories that nobody wants any more, and forget those that have ended."""
@@ -199,9 +199,9 @@ class RayAgents:
             self._workers.start(max(1, min(count, cores)))
         return await TrajectoryRun(self._workers, self._columns, trajectories).ended()
 
-    async def drawn(self) -> list[DataProto]:
-        """See :meth:`verl.agents.manager.Agents.drawn`."""
-        return await self._workers.drawn()
+    async def partial_responses(self) -> list[DataProto]:
+        """See :meth:`verl.agents.manager.Agents.partial_responses`."""
+        return await self._workers.partial_responses()
 
     def serve_until(self, group: WorkerGroup, is_enough: Callable[[], bool]) -> None:
         """See :meth:`verl.agents.manager.AgentLoopManager.serve_until`."""

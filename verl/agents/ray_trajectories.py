@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""How often a trajectory is begun whose process dies or hangs; the last time in a process of its own."""
+"""Attempts at a trajectory whose process dies or hangs; the last one in a process of its own."""
 
 
 def shared_of(trajectory: Trajectory) -> list[SharedTensors]:
@@ -55,7 +55,7 @@ class AgentProcess:
     report: tuple[int, TrajectoryProgress] = 0, TrajectoryProgress()
     """The number of threads that do not end, and what its trajectories are doing."""
     has_started: bool = False
-    """Whether it has answered a call; one made before is only answered when the process has started."""
+    """True once it has answered a call. Calls may be sent before; they are answered when the process has started."""
     loss: asyncio.Task[None] | None = None
     """Ends the process and starts another one, once this one is lost."""
     holds_for: set[TrajectoryRun] = field(default_factory=set)
@@ -82,9 +82,9 @@ class AgentProcesses:
         self.rollout = rollout
         self._start, self._join, self._end = start, join, end
         self._workers: list[AgentProcess] = []
-        """Those that take trajectories."""
+        """Processes that take trajectories."""
         self._retired: list[AgentProcess] = []
-        """Those that end when they have nothing left."""
+        """Processes that end when they have no trajectory left."""
         self._alone = asyncio.Lock()
         """Held by the trajectory that runs in a process of its own."""
         self._quarantine: AgentProcess | None = None
@@ -108,22 +108,22 @@ class AgentProcesses:
             raise self._failure
 
     def silences(self) -> list[list[float | None]]:
-        """Of each process, for how long each engine has answered none of its requests; from any thread."""
+        """Return for each process the seconds since each engine last answered one of its requests; from any thread."""
         return [worker.silences for worker in self._all()]
 
     def progress(self) -> TrajectoryProgress:
-        """What the trajectories of all processes are doing; from any thread."""
+        """Return the progress of the trajectories of all processes; from any thread."""
         return TrajectoryProgress.total(worker.report[1] for worker in self._all())
 
-    async def drawn(self) -> list[DataProto]:
+    async def partial_responses(self) -> list[DataProto]:
         """Return the tokens of single turns in each process; those of one that is lost are drawn again.
 
         A process that still starts has drawn none, and is not waited for.
         """
         started = [worker for worker in self._all() if worker.has_started and worker.loss is None]
-        asked: list[ObjectRef] = [worker.actor.actor.drawn.remote() for worker in started]
+        references: list[ObjectRef] = [worker.actor.actor.partial_responses.remote() for worker in started]
         batches = []
-        for reference in asked:
+        for reference in references:
             with suppress(RayActorError):  # see _watch
                 batches.append(await value_of(reference))
         return batches
@@ -236,7 +236,7 @@ class TrajectoryRun:
     def __init__(self, workers: AgentProcesses, columns: SequenceColumns, trajectories: Sequence[Trajectory]) -> None:
         self._workers, self._columns, self._trajectories = workers, columns, trajectories
         self._losses: Counter[int] = Counter()
-        """How often the process of each trajectory was lost while it ran."""
+        """Number of times that the process of each trajectory was lost while it ran."""
         self._running: dict[asyncio.Task[tuple[AgentProcess | None, int, TrajectoryResult]], int] = {}
         self._results: dict[int, TrajectoryResult] = {}
         self._held: dict[AgentProcess, dict[int, int]] = {}
@@ -313,7 +313,7 @@ class TrajectoryRun:
         worker, key, result = event.result()
         self._results[index] = result
         if worker is None:
-            self._parts.add([index], [result], self._columns.of([(self._trajectories[index], result)]))
+            self._parts.add([index], [result], self._columns.to_batch([(self._trajectories[index], result)]))
             return
         worker.holds_for.add(self)
         self._held.setdefault(worker, {})[index] = key
@@ -327,8 +327,10 @@ class TrajectoryRun:
 
     async def _take_columns(self) -> None:
         """Take the columns of the trajectories that have ended; those of a lost process are begun again."""
-        asked = {worker: worker.actor.actor.hand_in.remote(list(keys.values())) for worker, keys in self._held.items()}
-        for worker, reference in asked.items():
+        references = {
+            worker: worker.actor.actor.hand_in.remote(list(keys.values())) for worker, keys in self._held.items()
+        }
+        for worker, reference in references.items():
             indices = list(self._held.get(worker, ()))
             try:
                 columns: DataProto = await value_of(reference)

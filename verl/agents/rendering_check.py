@@ -1,4 +1,4 @@
-"""Where written tokens differ from the rendering of all messages at once."""
+"""Differences between the tokens of a conversation and the rendering of all its messages at once."""
 
 from __future__ import annotations
 
@@ -62,19 +62,21 @@ def differences(
         written, rendering = _without_end(written, ends, decode), _without_end(rendering, ends, decode)
     if list(written) == list(rendering):
         return
-    ours, theirs = _parts(written, special), _parts(rendering, special)
+    written_parts, rendered_parts = _parts(written, special), _parts(rendering, special)
     numbers: dict[tuple[int, ...], int] = {}  # equal parts have one number, so that long parts are hashed once
-    sequences = [[numbers.setdefault(part, len(numbers)) for _, part in parts] for parts in (ours, theirs)]
+    sequences = [
+        [numbers.setdefault(part, len(numbers)) for _, part in parts] for parts in (written_parts, rendered_parts)
+    ]
     matcher = difflib.SequenceMatcher(None, *sequences, autojunk=False)
     for tag, a, b, c, d in matcher.get_opcodes():
         if tag == "equal":
             continue
         pairs = [(a + n, a + n + 1, c + n, c + n + 1) for n in range(b - a)] if b - a == d - c else [(a, b, c, d)]
         for first, last, other_first, other_last in pairs:
-            our_tokens = [token for _, part in ours[first:last] for token in part]
-            other = [token for _, part in theirs[other_first:other_last] for token in part]
+            our_tokens = [token for _, part in written_parts[first:last] for token in part]
+            other = [token for _, part in rendered_parts[other_first:other_last] for token in part]
             if our_tokens != other:
-                start = ours[first][0] if first < len(ours) else len(written)
+                start = written_parts[first][0] if first < len(written_parts) else len(written)
                 yield _difference(our_tokens, mask[start : start + len(our_tokens)], other, ends, decode)
 
 

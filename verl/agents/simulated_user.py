@@ -1,6 +1,6 @@
 """The simulated user of one trajectory: code of an interaction, in a thread of its own and under a limit of time.
 
-user = SimulatedUser.of_row(interactions, row["interaction_kwargs"], 60, LoopThreads())   # None: the row names none
+user = SimulatedUser.from_row(interactions, row["interaction_kwargs"], 60, LoopThreads())   # None: the row names none
 async with user:
     answer = await user.answer(conversation.messages)
 
@@ -69,13 +69,13 @@ class SimulatedUser:
         self._instance: str | None = None
 
     @classmethod
-    def of_row(
+    def from_row(
         cls,
         interactions: Mapping[str, BaseInteraction],
         kwargs: object,
         timeout_s: float,
         threads: LoopThreads,
-        of_run: Mapping[str, object] = MappingProxyType({}),
+        run_arguments: Mapping[str, object] = MappingProxyType({}),
         images: ImagePrompts | None = None,
     ) -> Self | None:
         """Return the user that a row wants; None if it wants none, or names none and the run has none.
@@ -87,7 +87,7 @@ class SimulatedUser:
             kwargs: the row's ``interaction_kwargs``.
             timeout_s: as for the class.
             threads: as for the class.
-            of_run: further arguments, the same for all rows; only interactions that ask a judge get them.
+            run_arguments: further arguments, the same for all rows; only interactions that ask a judge get them.
             images: as for the class.
 
         Raises:
@@ -104,13 +104,13 @@ class SimulatedUser:
             arguments["name"] = next(iter(interactions))
         name = str(arguments.get("name") or "")
         if name not in interactions:
-            known = ", ".join(sorted(interactions))
-            there = f"There are: {known}." if known else "There are none."
+            available = ", ".join(sorted(interactions))
+            there = f"There are: {available}." if available else "There are none."
             raise ConfigError(
                 f"interaction_kwargs.name='{name}': there is no such interaction.{suggest(name, list(interactions))} "
                 f"{there} The file of actor_rollout_ref.rollout.multi_turn.interaction_config_path lists them."
             )
-        more = of_run if interactions[name].asks_judge else {}
+        more = run_arguments if interactions[name].asks_judge else {}
         return cls(interactions[name], {**arguments, **more}, timeout_s, threads, images)
 
     async def __aenter__(self) -> Self:
@@ -150,12 +150,12 @@ class SimulatedUser:
             f"returned {result!r:.100}; generate_response returns (should_terminate, content, score, extra)"
         )
 
-    async def _content(self, said: str | list[object]) -> str | list[JsonObject]:
+    async def _content(self, answer: str | list[object]) -> str | list[JsonObject]:
         """The content of the user's message."""
-        if isinstance(said, str):
-            return said
+        if isinstance(answer, str):
+            return answer
         try:
-            [message] = await read_messages([{"role": "user", "content": said}], "generate_response", self._images)
+            [message] = await read_messages([{"role": "user", "content": answer}], "generate_response", self._images)
         except (DataError, ConfigError) as error:
             raise self._thread.error(str(error).removesuffix(".")) from error
         if any(image is None for image in without_images([message])[1]):

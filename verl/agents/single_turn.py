@@ -16,15 +16,15 @@ class SingleTurnAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: JsonObject, **kwargs: Any) -> AgentLoopOutput:
         """See :meth:`AgentLoopBase.run`."""
         prompt = kwargs["raw_prompt_ids"]
-        drawn = await self.server_manager.generate(
+        output = await self.server_manager.generate(
             "turn", prompt_ids=prompt, sampling_params=sampling_params, image_data=kwargs.get(INPUTS)
         )
         return AgentLoopOutput(
             prompt_ids=prompt,
-            response_ids=drawn.token_ids,
-            response_mask=[1] * len(drawn.token_ids),
-            response_logprobs=drawn.log_probs,
+            response_ids=output.token_ids,
+            response_mask=[1] * len(output.token_ids),
+            response_logprobs=output.log_probs,
             num_turns=2,
             metrics=AgentLoopMetrics(generate_sequences=self.server_manager.seconds),
-            status="context_full" if drawn.stop_reason == "length" else "done",
+            status="context_full" if output.stop_reason == "length" else "done",
         )

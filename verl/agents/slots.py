@@ -1,4 +1,4 @@
-"""How many calls of a tool run at once: in a process, or in all processes of a run."""
+"""Limits on concurrent calls of a tool: in a process, or in all processes of a run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class SlotTable:
 
     def __init__(self) -> None:
         self._held: dict[str, dict[str, str]] = {}
-        """Of each tool, the calls that hold a slot, and their processes."""
+        """Calls that hold a slot, by tool, and their processes."""
         self._waiting: dict[str, dict[str, tuple[str, asyncio.Future[None]]]] = {}
         self._given_up: set[str] = set()
         """Calls that were given up before they asked."""

@@ -61,7 +61,7 @@ class ToolAgentParts:
     interactions: Mapping[str, BaseInteraction]
 
     @classmethod
-    def of(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Self:
+    def from_config(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Make the tools, the template, the parser and the interactions of a configuration.
 
         Raises:
@@ -70,7 +70,7 @@ class ToolAgentParts:
         """
         rollout = config.actor_rollout_ref.rollout
         turns = rollout.multi_turn
-        template = ChatTemplate.of_policy(config, tokenizer)
+        template = ChatTemplate.from_config(config, tokenizer)
         limits = ToolLimits(
             timeout_s=rollout.agent.tool_timeout_s,
             max_parallel_calls=turns.max_parallel_calls,
@@ -137,7 +137,7 @@ class ToolAgentLoop(AgentLoopBase):
     @classmethod
     def prepare(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> ToolAgentParts:
         """See :meth:`AgentLoopBase.prepare`."""
-        return ToolAgentParts.of(config, tokenizer)
+        return ToolAgentParts.from_config(config, tokenizer)
 
     @classmethod
     def discard(cls, shared: ToolAgentParts) -> None:
@@ -147,14 +147,14 @@ class ToolAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: JsonObject, **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """See :meth:`AgentLoopBase.run`."""
         parts = self.shared
-        images = ImagePrompts.of(self.processor)
+        images = ImagePrompts.from_processor(self.processor)
         messages = as_messages(list(kwargs["raw_prompt"]), "the prompt", with_images=images is not None)
         tools = parts.tools.schemas or None
         template = parts.template.with_thinking(kwargs.get(self.dataset_config.enable_thinking_key or ""))
         conversation = Conversation(template, messages, tools, images=images, of_row=kwargs.get(INPUTS))
         conversation.truncate_prompt(self.rollout_config.prompt_length, self.dataset_config.truncation)
         calls = _Calls()
-        user = SimulatedUser.of_row(
+        user = SimulatedUser.from_row(
             parts.interactions,
             kwargs.get("interaction_kwargs"),
             self.rollout_config.agent.tool_timeout_s,
@@ -166,16 +166,16 @@ class ToolAgentLoop(AgentLoopBase):
             session = await stack.enter_async_context(parts.tools.session(kwargs.get("tools_kwargs"), images))
             if user is not None:
                 await stack.enter_async_context(user)
-            others = _Counterparts(session, calls, user)
-            status = await self._converse(conversation, others, sampling_params)
+            counterparts = _Counterparts(session, calls, user)
+            status = await self._converse(conversation, counterparts, sampling_params)
             final_rewards = await session.rewards()
         return conversation_outputs(
             conversation,
             status=status,
             metrics=AgentLoopMetrics(generate_sequences=self.server_manager.seconds, tool_calls=calls.seconds),
-            said=self._told(conversation, others),
-            turn_scores=others.turn_scores(),
-            turn_rewards=others.penalties if any(others.penalties) else None,
+            messages=self._recorded_messages(conversation, counterparts),
+            turn_scores=counterparts.turn_scores(),
+            turn_rewards=counterparts.penalties if any(counterparts.penalties) else None,
             columns={
                 **calls.columns(),
                 "tool_extra_fields": {
@@ -187,7 +187,7 @@ class ToolAgentLoop(AgentLoopBase):
         )
 
     async def _converse(
-        self, conversation: Conversation, others: _Counterparts, sampling_params: JsonMapping
+        self, conversation: Conversation, counterparts: _Counterparts, sampling_params: JsonMapping
     ) -> TrajectoryStatus:
         turns, most_tokens = self.rollout_config.multi_turn, self.rollout_config.response_length
         turn_count = 0
@@ -197,19 +197,19 @@ class ToolAgentLoop(AgentLoopBase):
                 return "context_full"
             limits = {**sampling_params, "max_tokens": min(left, sampling_params.get("max_tokens") or left)}
             context = conversation.ids
-            drawn = await self.server_manager.generate(
+            output = await self.server_manager.generate(
                 CONVERSATION, prompt_ids=context, sampling_params=limits, image_data=conversation.image_data
             )
             turn_count += 1
             parser = self.shared.parser
             # A call that the policy only thinks of is none.
             is_thinking = parser.is_thinking_after(context)
-            turn = await parser.parse(drawn.token_ids, self.shared.tools.schemas, is_thinking)
-            conversation.add_drawn(drawn.token_ids, drawn.log_probs or [], turn.message())
+            turn = await parser.parse(output.token_ids, self.shared.tools.schemas, is_thinking)
+            conversation.add_drawn(output.token_ids, output.log_probs or [], turn.message())
             # Each turn of the policy but the last is followed by one of the tools or of the user.
             is_last = turn_count in (turns.max_assistant_turns, (turns.max_user_turns or -1) + 1)
-            limit = "context_full" if drawn.stop_reason != "stop" else "turns_used_up" if is_last else None
-            answers = await others.answer(turn, conversation.messages, limit)
+            limit = "context_full" if output.stop_reason != "stop" else "turns_used_up" if is_last else None
+            answers = await counterparts.answer(turn, conversation.messages, limit)
             if isinstance(answers, str):
                 return answers
             # The next turn needs room for a token.
@@ -217,21 +217,25 @@ class ToolAgentLoop(AgentLoopBase):
             if not conversation.add_messages(answers, room, turns.tool_response_truncate_side):
                 return "context_full"
 
-    def _told(self, conversation: Conversation, others: _Counterparts) -> list[JsonObject]:
+    def _recorded_messages(self, conversation: Conversation, counterparts: _Counterparts) -> list[JsonObject]:
         """The messages with the times of what the policy and others said; at the end the results that had no room."""
-        turns, results, said = iter(self.server_manager.turns), iter(others.calls.results), iter(others.times)
+        turns, results, times = (
+            iter(self.server_manager.turns),
+            iter(counterparts.calls.results),
+            iter(counterparts.times),
+        )
         messages = []
         for index, message in enumerate(conversation.messages):
             more: JsonObject = {}
             if index >= conversation.prompt_length:
                 match message["role"]:
                     case "assistant":
-                        drawn = next(turns)
-                        more = {"seconds": drawn.seconds, "began": drawn.began}
+                        policy_turn = next(turns)
+                        more = {"seconds": policy_turn.seconds, "began": policy_turn.began}
                     case "tool":
                         more = _call_columns(next(results))
                     case _:
-                        began, seconds = next(said)
+                        began, seconds = next(times)
                         more = {"seconds": seconds, "began": began}
             messages.append({**message, **more})
         for result in results:
@@ -248,11 +252,11 @@ class _Counterparts:
     calls: _Calls
     user: SimulatedUser | None
     scores: list[float | None] = field(default_factory=list)
-    """Of each turn of the policy, the user's score."""
+    """The user's score of each turn of the policy."""
     penalties: list[float] = field(default_factory=list)
-    """Of each turn of the policy, what its unreadable calls take from the score, at most 0."""
+    """Penalty of each turn of the policy for unreadable calls, at most 0, which is added to the score."""
     times: list[tuple[float, float]] = field(default_factory=list)
-    """Of each answer of the user: when it was asked for (since 1970), and how long it took."""
+    """For each answer of the user the time of the request (seconds since 1970), and its duration."""
 
     async def answer(
         self, turn: ParsedTurn, messages: list[JsonObject], limit: TrajectoryStatus | None
@@ -276,12 +280,12 @@ class _Counterparts:
         if self.user is None:
             return limit if limit == "context_full" or (limit and has_calls) else "done"
         asked_at, began = time.time(), time.monotonic()
-        said = await self.user.answer(messages)
+        user_answer = await self.user.answer(messages)
         self.times.append((asked_at, time.monotonic() - began))
-        self.scores.append(said.score)
-        if said.is_end and limit != "context_full" and not has_calls:
+        self.scores.append(user_answer.score)
+        if user_answer.is_end and limit != "context_full" and not has_calls:
             return "done"
-        return limit or [{"role": "user", "content": said.content}]
+        return limit or [{"role": "user", "content": user_answer.content}]
 
     def turn_scores(self) -> list[float] | None:
         """Return a score for each turn of the policy; None if the user gives no scores."""
@@ -327,11 +331,11 @@ def _content(result: ToolCallResult) -> str | list[JsonObject]:
 
 def _call_columns(result: ToolCallResult) -> JsonObject:
     """Return what a dump says of a call beside its message."""
-    known = {
+    columns = {
         "name": result.name,
         "seconds": result.seconds,
         "waited_s": result.waited_s,
         "began": result.began,
         "reward": result.reward,
     }
-    return known | ({"failure": result.failure.value} if result.failure else {})
+    return columns | ({"failure": result.failure.value} if result.failure else {})

@@ -44,10 +44,10 @@ T = TypeVar("T")
 
 Side = Literal["left", "middle", "right"]
 UNBLOCK_S = 0.5
-"""How long after a timeout the thread of a trajectory's tools may take to go on before it is given up."""
+"""Seconds after a timeout in which the thread of a trajectory's tools has to respond, or it is given up."""
 ROW_KEYS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 FORM_OF_ROWS = f"it is an object that has for each tool by name an object of {', '.join(ROW_KEYS)}, each an object too."
-MOST_DETAIL = 500
+MAX_DETAIL = 500
 """Characters of an error message that a model is shown."""
 
 
@@ -81,9 +81,9 @@ class ToolLimits:
     max_response_tokens: int = 256
     """Tokens of the text of one response."""
     truncate_side: Side = "middle"
-    """What is kept of a longer text: its beginning (``left``), its end (``right``), or both (``middle``)."""
+    """Part of a longer text that stays: its beginning (``left``), its end (``right``), or both (``middle``)."""
     malformed_penalty: float = 0.0
-    """What a call that cannot be read takes from the score; its reward is the negative, or None for 0."""
+    """Deduction from the score for a call that cannot be read; its reward is the negative, or None for 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class ToolCallResult:
     waited_s: float = 0.0
     """Time until a slot was free."""
     began: float = field(default_factory=time.time)
-    """When the call was made, before it waited for a slot, in seconds since 1970."""
+    """Time at which the call was made, before it waited for a slot, in seconds since 1970."""
     is_truncated: bool = False
     shown: Sequence[Message] = ()
     """Parts of the answer's message with the images and then the videos of the response, as inputs of the policy."""
@@ -148,7 +148,7 @@ class ToolRunner:
         }
         self.threads = LoopThreads()
         """Lend the threads of trajectories."""
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
         self._telling = threading.Lock()
 
     @asynccontextmanager
@@ -184,16 +184,16 @@ class ToolRunner:
             ):
                 raise ConfigError(f"tools_kwargs['{name}'] is {arguments!r:.100}; {FORM_OF_ROWS}")
             if name not in self.tools:
-                known = sorted(self.tools)
-                self._warn("tools_kwargs name '%s', which is no tool of this run.%s", name, suggest(name, known))
+                names = sorted(self.tools)
+                self._warn("tools_kwargs name '%s', which is no tool of this run.%s", name, suggest(name, names))
             for key in set(arguments) - set(ROW_KEYS):
                 self._warn("tools_kwargs have '%s', which is not read.%s", key, suggest(key, ROW_KEYS))
 
     def _warn(self, message: str, name: str, suggestion: str) -> None:
         with self._telling:
-            known = (message, name) in self._told
-            self._told.add((message, name))
-        if not known:
+            is_repeated = (message, name) in self._logged
+            self._logged.add((message, name))
+        if not is_repeated:
             logger.warning(message, name, suggestion)
 
     def close(self) -> None:
@@ -202,7 +202,7 @@ class ToolRunner:
             try:
                 tool.close()
             except Exception as error:  # noqa: BLE001 - users' code raises anything, and the run is over
-                self.tell(tool.name, error)
+                self.log_once(tool.name, error)
         self.threads.close()
 
     def read_arguments(self, call: FunctionCall) -> JsonObject:
@@ -212,10 +212,10 @@ class ToolRunner:
             _CallError: there is no such tool, or they do not fit.
         """
         if call.name not in self.tools:
-            known = sorted(self.tools)
-            listed = f"The tools are: {', '.join(known)}." if known else "There are no tools."
+            names = sorted(self.tools)
+            listed = f"The tools are: {', '.join(names)}." if names else "There are no tools."
             raise _CallError(
-                CallFailure.UNKNOWN_TOOL, f"there is no tool {call.name!r:.100}.{suggest(call.name, known)} {listed}"
+                CallFailure.UNKNOWN_TOOL, f"there is no tool {call.name!r:.100}.{suggest(call.name, names)} {listed}"
             )
         try:
             arguments = json.loads(call.arguments)
@@ -239,12 +239,12 @@ class ToolRunner:
         short = self._shorten(usable, self.limits.max_response_tokens, self.limits.truncate_side)
         return short, short != usable
 
-    def tell(self, tool: str, error: BaseException) -> None:
+    def log_once(self, tool: str, error: BaseException) -> None:
         """Log the traceback of a tool's error, once for each kind of error of a tool."""
         with self._telling:
-            known = (tool, type(error).__name__) in self._told
-            self._told.add((tool, type(error).__name__))
-        if not known:
+            is_repeated = (tool, type(error).__name__) in self._logged
+            self._logged.add((tool, type(error).__name__))
+        if not is_repeated:
             text = redacted("".join(traceback.format_exception(error)))
             logger.warning("the tool %s failed; later errors of this kind are only counted:\n%s", tool, text)
 
@@ -273,9 +273,9 @@ class ToolSession:
             TrajectoryError: the ``create`` of a tool failed.
         """
         most = self.runner.limits.max_parallel_calls
-        made = await asyncio.gather(*(self.call(call, **kwargs) for call in calls[:most]))
+        results = await asyncio.gather(*(self.call(call, **kwargs) for call in calls[:most]))
         problem = f"a turn may have at most {most} {'call' if most == 1 else 'calls'}; this one was not made."
-        return [*made, *(self._failed(call, CallFailure.TOO_MANY, problem) for call in calls[most:])]
+        return [*results, *(self._failed(call, CallFailure.TOO_MANY, problem) for call in calls[most:])]
 
     def refuse(self, malformed: MalformedCall) -> ToolCallResult:
         """The result of what a parser could not read."""
@@ -319,7 +319,7 @@ class ToolSession:
         """
         rewards: dict[str, float | None] = {}
         for name, instance in self._created().items():
-            tool, kwargs = self.runner.tools[name], self._of_row(name, "calc_reward_kwargs")
+            tool, kwargs = self.runner.tools[name], self._row_arguments(name, "calc_reward_kwargs")
             if type(tool).calc_reward is BaseTool.calc_reward:  # a way to another thread and back for nothing
                 rewards[name] = 0.0
                 continue
@@ -332,7 +332,7 @@ class ToolSession:
     async def close(self) -> None:
         """Release everything; errors are logged, for the trajectory is over."""
         for name, instance in self._created().items():
-            tool, kwargs = self.runner.tools[name], self._of_row(name, "release_kwargs")
+            tool, kwargs = self.runner.tools[name], self._row_arguments(name, "release_kwargs")
             if type(tool).release is BaseTool.release:
                 continue
             try:
@@ -350,7 +350,7 @@ class ToolSession:
     async def _execute(
         self, tool: BaseTool, arguments: JsonObject, kwargs: JsonObject
     ) -> tuple[ToolResponse, float | None, JsonObject]:
-        kwargs = {**self._of_row(tool.name, "execute_kwargs"), **kwargs}
+        kwargs = {**self._row_arguments(tool.name, "execute_kwargs"), **kwargs}
         try:
             result = await self._run(tool, self._create_and_execute, tool, arguments, kwargs)
         except _CallError as error:
@@ -365,7 +365,7 @@ class ToolSession:
         """Create the trajectory's state at the first call, then execute; runs in the thread of the tools."""
         making = self._instances.get(tool.name)
         if making is None:
-            kwargs_of_row = self._of_row(tool.name, "create_kwargs")
+            kwargs_of_row = self._row_arguments(tool.name, "create_kwargs")
             making = asyncio.ensure_future(called(tool.create, create_kwargs=kwargs_of_row))
             self._instances[tool.name] = making
         # Calls of one turn share it, and one that times out must not cancel it for the others.
@@ -397,8 +397,8 @@ class ToolSession:
 
     def _created(self) -> dict[str, str]:
         """Names of the states that exist, by tool."""
-        made = [(name, making) for name, making in self._instances.items() if making.done()]
-        return {name: making.result()[0] for name, making in made if not _has_failed(making)}
+        finished = [(name, making) for name, making in self._instances.items() if making.done()]
+        return {name: making.result()[0] for name, making in finished if not _has_failed(making)}
 
     async def _run(
         self, tool: BaseTool, function: Callable[..., T | Awaitable[T]], *args: object, **kwargs: object
@@ -433,14 +433,14 @@ class ToolSession:
             raise self._raised(tool, error) from error
 
     def _raised(self, tool: BaseTool, error: BaseException) -> _CallError:
-        self.runner.tell(tool.name, error)
+        self.runner.log_once(tool.name, error)
         message = f"the tool {tool.name} failed: {type(error).__name__}: {error}"
         return _CallError(CallFailure.RAISED, redacted(message))
 
     def _failed(
         self, call: FunctionCall, failure: CallFailure, message: str, seconds: float = 0.0, waited_s: float = 0.0
     ) -> ToolCallResult:
-        text, is_truncated = self.runner.shortened(f"Error: {message[:MOST_DETAIL]}")
+        text, is_truncated = self.runner.shortened(f"Error: {message[:MAX_DETAIL]}")
         return ToolCallResult(
             name=call.name,
             arguments=call.arguments,
@@ -451,7 +451,7 @@ class ToolSession:
             is_truncated=is_truncated,
         )
 
-    def _of_row(self, tool: str, key: str) -> JsonObject:
+    def _row_arguments(self, tool: str, key: str) -> JsonObject:
         return dict((self._kwargs.get(tool) or {}).get(key) or {})
 
 
@@ -465,8 +465,8 @@ def _most_concurrent(tool: BaseTool) -> int | None:
     for key, kinds in limits.items():
         value = tool.config.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or value <= 0):
-            wanted = "an integer >= 1" if kinds == (int,) else "a number of seconds > 0"
-            raise ConfigError(f"the tool {tool.name}: config.{key}={value!r} must be {wanted}, or left out.")
+            allowed = "an integer >= 1" if kinds == (int,) else "a number of seconds > 0"
+            raise ConfigError(f"the tool {tool.name}: config.{key}={value!r} must be {allowed}, or left out.")
     return tool.config.get("max_concurrent")
 
 
@@ -477,7 +477,7 @@ def _has_failed(making: asyncio.Task[object]) -> bool:
 def descriptions(tools: Sequence[BaseTool]) -> list[JsonObject]:
     """Return what a chat template tells the model of each tool."""
     described = [tool.get_openai_tool_schema() for tool in tools]
-    return [one.to_template() for one in described if one is not None]
+    return [schema.to_template() for schema in described if schema is not None]
 
 
 def _checked(name: str, result: object) -> tuple[ToolResponse, float | None, JsonObject]:
@@ -512,8 +512,8 @@ def as_described(value: object, schema: JsonMapping) -> Any:
     ('42', 42)
     """
     kinds: set[str] = set()
-    for one in (schema, *schema.get("anyOf", ())):
-        named = one.get("type") or ()
+    for variant in (schema, *schema.get("anyOf", ())):
+        named = variant.get("type") or ()
         kinds |= {named} if isinstance(named, str) else set(named)
     if isinstance(value, bool | int | float):
         return json.dumps(value) if kinds and kinds <= {"string", "null"} else value

@@ -25,16 +25,16 @@ class DrawnTurn:
     seconds: float = 0.0
     """Time from the call to the answer."""
     began: float = 0.0
-    """When it was asked for, in seconds since 1970."""
+    """Time of its request, in seconds since 1970."""
     images: SharedTensors | None = None
     """``pixel_values`` and ``image_grid_thw`` of the images that it was asked with; None: none."""
     num_preempted: int | None = None
-    """How often the engine interrupted it for want of memory; None where the engine does not tell."""
+    """Preemptions by the engine for want of memory; None where the engine does not tell."""
     routed_experts: Tensor | None = None
     """(tokens of prompt and response, layers, experts per token), if the engine records them; see
     :mod:`verl.workers.routers`."""
     sampling: SamplingParams | None = None
-    """How it was sampled; None: as the trajectory's calls are that name no sampling parameters."""
+    """Sampling parameters; None stands for those of calls that name none."""
     weight_versions: list[int] | None = None
     """Version of the weights that drew each token; None: ``weight_version``."""
 
@@ -55,23 +55,23 @@ def preemptions(turns: Sequence[DrawnTurn]) -> int:
     >>> preemptions(turns[:2]), preemptions(turns), preemptions([])
     (3, -1, -1)
     """
-    known = [turn.num_preempted for turn in turns if turn.num_preempted is not None]
-    return sum(known) if known and len(known) == len(turns) else -1
+    counts = [turn.num_preempted for turn in turns if turn.num_preempted is not None]
+    return sum(counts) if counts and len(counts) == len(turns) else -1
 
 
 def drawn_log_probs(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> list[float | None]:
     """Return the log-prob of each token that the policy drew after exactly the tokens before it; None for others."""
     log_probs: list[float | None] = [None] * len(tokens)
-    for turn, drawn in _drawn_parts(tokens, turns):
-        log_probs[drawn] = turn.log_probs[: drawn.stop - drawn.start]
+    for turn, span in _drawn_parts(tokens, turns):
+        log_probs[span] = turn.log_probs[: span.stop - span.start]
     return log_probs
 
 
 def drawn_weight_versions(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> list[int]:
     """Return the version of the weights that drew each token after exactly the tokens before it; -1 for others."""
     versions = [NO_WEIGHTS] * len(tokens)
-    for turn, drawn in _drawn_parts(tokens, turns):
-        versions[drawn] = turn.version_of_each[: drawn.stop - drawn.start]
+    for turn, span in _drawn_parts(tokens, turns):
+        versions[span] = turn.version_of_each[: span.stop - span.start]
     return versions
 
 
@@ -84,11 +84,11 @@ def drawn_kept_ids(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> Tensor 
     widths = [turn.kept_ids.shape[1] for turn in turns if turn.kept_ids is not None]
     if not widths:
         return None
-    kept = torch.full((len(tokens), max(widths)), NOT_KEPT, dtype=torch.int32)
-    for turn, drawn in _drawn_parts(tokens, turns):
+    kept_ids = torch.full((len(tokens), max(widths)), NOT_KEPT, dtype=torch.int32)
+    for turn, span in _drawn_parts(tokens, turns):
         if turn.kept_ids is not None:
-            kept[drawn] = widened(turn.kept_ids[: drawn.stop - drawn.start], max(widths))
-    return kept
+            kept_ids[span] = widened(turn.kept_ids[: span.stop - span.start], max(widths))
+    return kept_ids
 
 
 def oldest_version(turns: Sequence[DrawnTurn]) -> int:
@@ -101,9 +101,13 @@ def _drawn_parts(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> Iterator[
     written = list(tokens)
     for turn in turns:
         start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.token_ids)
-        kept = written[start:end]
-        if kept and kept == turn.token_ids[: len(kept)] and written[:start] == turn.prompt_ids:
-            yield turn, slice(start, start + len(kept))
+        tokens_of_turn = written[start:end]
+        if (
+            tokens_of_turn
+            and tokens_of_turn == turn.token_ids[: len(tokens_of_turn)]
+            and written[:start] == turn.prompt_ids
+        ):
+            yield turn, slice(start, start + len(tokens_of_turn))
 
 
 def sampled_like(turns: Sequence[DrawnTurn], sampling: SamplingParams) -> list[DrawnTurn]:
@@ -128,7 +132,7 @@ def drawn_routing(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> Tensor |
     routing = torch.full((len(tokens), *first.shape[1:]), unknown(first.dtype), dtype=first.dtype)
     for turn in recorded:
         count = common_prefix_length([*turn.prompt_ids, *turn.token_ids], tokens)
-        known = routing[:count] != unknown(first.dtype)
+        is_recorded = routing[:count] != unknown(first.dtype)
         assert turn.routed_experts is not None
-        routing[:count] = torch.where(known, routing[:count], turn.routed_experts[:count])
+        routing[:count] = torch.where(is_recorded, routing[:count], turn.routed_experts[:count])
     return routing

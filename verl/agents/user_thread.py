@@ -12,7 +12,7 @@ from verl.tools.threads import LoopThread, LoopThreads, called
 
 T = TypeVar("T")
 
-MOST_CHARACTERS = 1000
+MAX_CHARACTERS = 1000
 """Length of a message, which may hold whatever an exception says."""
 
 
@@ -65,4 +65,4 @@ class UserThread:
 
     def error(self, message: str) -> TrajectoryError:
         """Make the error that ends the trajectory."""
-        return TrajectoryError(f"{self._who}: {redacted(message)[:MOST_CHARACTERS]}.", "environment_error")
+        return TrajectoryError(f"{self._who}: {redacted(message)[:MAX_CHARACTERS]}.", "environment_error")

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from verl.agents.drawn import SingleTurn
 from verl.agents.environment_agent import EnvironmentAgentLoop
 from verl.agents.images import INPUTS, NO_IMAGES, as_inputs, images_of_sequence, with_text_places
 from verl.agents.loop import (
@@ -41,6 +40,7 @@ from verl.agents.loop import (
     require_judge,
 )
 from verl.agents.parsers import is_built_in_parser
+from verl.agents.partial_responses import SingleTurn
 from verl.agents.policy import AsyncLLMServerManager, ContextFullError, SampleId
 from verl.agents.single_turn import SingleTurnAgentLoop
 from verl.agents.tool_agent import ToolAgentLoop
@@ -75,7 +75,7 @@ T = TypeVar("T")
 
 AGENT_LOOPS.add("program_agent", LoopEntry("verl.plugins.endpoint.program_agent.ProgramAgentLoop"))
 NEVER_BLOCKING = (SingleTurnAgentLoop, ToolAgentLoop, EnvironmentAgentLoop)
-"""Those that run no code of users in their own thread, unless the parser of tool calls is a user's."""
+"""Agent loops that run no code of users in their own thread, unless the parser of tool calls is a user's."""
 
 COLUMNS = (
     *("prompts", "responses", "response_mask", "rollout_log_probs", "weight_versions"),
@@ -87,9 +87,9 @@ COLUMNS = (
 """Columns of the batch that an agent loop cannot set."""
 
 SAMPLING_PARAMS = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
-"""What an agent loop gets as ``sampling_params``: those of a request that a loop may pass on."""
+"""Entries of an agent loop's ``sampling_params``: those of a request that a loop may pass on."""
 END_GRACE_S = 5.0
-"""How long a cancelled trajectory may take to end before it is left behind."""
+"""Seconds that a cancelled trajectory may take to end before it is abandoned."""
 
 
 def trajectory_id(uid: str, sample_index: int) -> str:
@@ -111,13 +111,13 @@ class Trajectory:
     returns_kept_ids: bool = False
     """Record the tokens that truncated sampling kept."""
     is_trained_on: bool = True
-    """Whether the policy is trained on it; not in validation, nor where it is a greedy baseline."""
+    """True if the policy is trained on it; not in validation, nor where it is a greedy baseline."""
 
     is_plain: bool = False
-    """Whether it stands for a row of the ranks' ``generate_sequences``: one turn, which takes no place of
+    """True if it stands for a row of the ranks' ``generate_sequences``: one turn, which takes no place of
     ``rollout.agent.max_concurrent``, and as long as it needs."""
-    begun: RolloutOutput | None = None
-    """What an earlier run has drawn of the response of a single turn."""
+    resume_from: RolloutOutput | None = None
+    """Partial response of a single turn from an earlier run, which it continues."""
 
     @property
     def name(self) -> str:
@@ -145,19 +145,19 @@ class TrajectoryResult:
 
     @property
     def status(self) -> TrajectoryStatus:
-        """How it ended: as the last of its sequences that is not ``done``."""
+        """Return the end of the trajectory: that of its last sequence which is not ``done``."""
         failures: list[TrajectoryStatus] = [output.status for output in self.outputs if output.status != "done"]
         return failures[-1] if failures else "done"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryProgress:
-    """What trajectories under way are doing."""
+    """Counts of trajectories under way by their activity."""
 
     running: int = 0
     """Trajectories that have begun, without those that wait for a place (``rollout.agent.max_concurrent``)."""
     at_engines: int = 0
-    """Those of them with a request under way, whether an engine draws it, or it waits for one."""
+    """Running trajectories with a request under way, whether an engine samples it or it waits for one."""
     placeless: int = 0
     """Trajectories that wait for a place, or in a new process for the first engines."""
     waiting_requests: int = 0
@@ -175,11 +175,11 @@ class TrajectoryProgress:
         """Return the progress of several processes together."""
         progress = list(parts)
         return TrajectoryProgress(
-            running=sum(one.running for one in progress),
-            at_engines=sum(one.at_engines for one in progress),
-            placeless=sum(one.placeless for one in progress),
-            waiting_requests=sum(one.waiting_requests for one in progress),
-            oldest_s=max((one.oldest_s for one in progress), default=0.0),
+            running=sum(part.running for part in progress),
+            at_engines=sum(part.at_engines for part in progress),
+            placeless=sum(part.placeless for part in progress),
+            waiting_requests=sum(part.waiting_requests for part in progress),
+            oldest_s=max((part.oldest_s for part in progress), default=0.0),
         )
 
 
@@ -249,8 +249,8 @@ def check_agent_loops(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, nam
 
 def _named_loop(loops: Mapping[str, LoopEntry], name: str) -> LoopEntry:
     if name not in loops:
-        known = ", ".join(sorted(loops))
-        raise ConfigError(f"unknown agent loop '{name}'.{suggest(str(name), list(loops))} Known: {known}.")
+        names = ", ".join(sorted(loops))
+        raise ConfigError(f"unknown agent loop '{name}'.{suggest(str(name), list(loops))} Known: {names}.")
     return loops[name]
 
 
@@ -280,7 +280,7 @@ class AgentLoopWorker:
         self._config, self._asleep_s = config, asleep_s
         self._rollout = config.actor_rollout_ref.rollout
         self._tokenizer, self._processor, self._connection = tokenizer, processor, connection
-        self._images = ImagePrompts.of(processor)
+        self._images = ImagePrompts.from_processor(processor)
         self._vocabulary = len(tokenizer)
         self._loops = agent_loops(config)
         self._shared: dict[type[AgentLoopBase], object] = {}
@@ -294,9 +294,9 @@ class AgentLoopWorker:
         """Number of threads that were left behind."""
         self._placeless = 0
         self._running: dict[AsyncLLMServerManager, float] = {}
-        """When each trajectory began that has a place."""
+        """Start time of each trajectory that has a place."""
         self._single_turns: dict[str, SingleTurn] = {}
-        """Those under way, and those whose columns nobody has yet, by the name of the trajectory."""
+        """Single turns under way, and those whose columns nobody has taken yet, by the name of the trajectory."""
         self._ending: set[asyncio.Task[TrajectoryResult]] = set()
         """Cancelled trajectories that wait for tools which they called; an event loop alone would forget them."""
 
@@ -307,7 +307,7 @@ class AgentLoopWorker:
         """
         connection = self._connection
         if self._can_be_saved(trajectory):
-            connection = self._single_turns[trajectory.name] = SingleTurn(connection, trajectory.begun)
+            connection = self._single_turns[trajectory.name] = SingleTurn(connection, trajectory.resume_from)
         policy = AsyncLLMServerManager(
             self._rollout,
             connection,
@@ -342,23 +342,23 @@ class AgentLoopWorker:
         return None if entry is None else entry.load()
 
     def _can_be_saved(self, trajectory: Trajectory) -> bool:
-        """Whether a checkpoint has the tokens of its response before its columns are there.
+        """Return whether a checkpoint may hold the tokens of its unfinished response.
 
-        Not those of agents, whose programs cannot go on in another process; nor with recorded experts, which would be
+        It may not for agents, whose programs cannot go on in another process; nor with recorded experts, which would be
         missing for these tokens.
         """
         is_single = self._class_named(trajectory.agent_name) is SingleTurnAgentLoop
         is_first = trajectory.sample.attempt == 0
         return is_single and is_first and trajectory.is_trained_on and not trajectory.returns_routing
 
-    def drawn(self, of_requests: Mapping[str, RolloutOutput]) -> dict[str, RolloutOutput]:
-        """Return the responses of single turns, or what there is of them, by the name of the trajectory.
+    def partial_responses(self, by_conversation: Mapping[str, RolloutOutput]) -> dict[str, RolloutOutput]:
+        """Return the responses of single turns, finished or partial, by the name of the trajectory.
 
         Args:
-            of_requests: see :meth:`verl.serving.router.Router.drawn`.
+            by_conversation: see :meth:`verl.serving.router.Router.partial_responses`.
         """
-        drawn = {name: turn.drawn(of_requests) for name, turn in self._single_turns.items()}
-        return {name: response for name, response in drawn.items() if response is not None and response.token_ids}
+        responses = {name: turn.partial_response(by_conversation) for name, turn in self._single_turns.items()}
+        return {name: response for name, response in responses.items() if response is not None and response.token_ids}
 
     def forget(self, trajectory: Trajectory) -> None:
         """Free what :meth:`drawn` returns of a trajectory."""
@@ -476,14 +476,17 @@ class AgentLoopWorker:
         loop, arguments = entry.load(), entry.arguments
         if loop not in self._shared:
             await in_thread(self._shared_by, loop)  # it loads tools, which is code of users
-        made = loop.__new__(loop)
-        made.shared = self._shared[loop]  # before __init__, which may read the tools
+        agent_loop = loop.__new__(loop)
+        agent_loop.shared = self._shared[loop]  # before __init__, which may read the tools
+        # Only loops of users read keys of their own, for which the whole configuration has to be composed.
         config = self._config if loop.__module__.startswith("verl.") else self._composed
         parameters = inspect.signature(loop).parameters
         data = "data_config" if "data_config" in parameters and "dataset_config" not in parameters else "dataset_config"
         data_section = {data: DictConfigWrap(config.data)}
-        made.__init__(DictConfigWrap(config), policy, self._tokenizer, self._processor, **data_section, **arguments)
-        return made
+        agent_loop.__init__(
+            DictConfigWrap(config), policy, self._tokenizer, self._processor, **data_section, **arguments
+        )
+        return agent_loop
 
     @functools.cached_property
     def _composed(self) -> DictConfig:
@@ -520,11 +523,11 @@ class AgentLoopWorker:
         _check_scores(outputs)
         checked = [self._checked_output(output, turns, trajectory) for output in outputs]
         # A sequence without a token of the policy teaches nothing, and has no place for a score.
-        kept = [output for output in checked if any(output.response_mask)] or checked[-1:]
-        metrics = kept[-1].metrics
+        trained = [output for output in checked if any(output.response_mask)] or checked[-1:]
+        metrics = trained[-1].metrics
         if metrics.num_preempted < 0:
             metrics = metrics.model_copy(update={"num_preempted": preemptions(turns)})
-        return (*kept[:-1], kept[-1].model_copy(update={"metrics": metrics}))
+        return (*trained[:-1], trained[-1].model_copy(update={"metrics": metrics}))
 
     def _checked_output(
         self, output: AgentLoopOutput, turns: Sequence[DrawnTurn], trajectory: Trajectory
@@ -537,16 +540,18 @@ class AgentLoopWorker:
                 f"the prompt has {len(output.prompt_ids)} tokens; it may have 1 to data.max_prompt_length={longest}."
             )
         tokens, row = [*output.prompt_ids, *output.response_ids], trajectory.row
-        of_all = drawn_log_probs(tokens, turns)
+        sampled_log_probs = drawn_log_probs(tokens, turns)
         own_turns = trajectory.to_train_on(turns)
         trained = drawn_log_probs(tokens, own_turns)[len(output.prompt_ids) :]
         for index, (mask, log_prob) in enumerate(zip(output.response_mask, trained, strict=True)):
             if mask and log_prob is None:
-                others = [turn for turn in turns if all(turn is not policy_turn for policy_turn in own_turns)]
-                _raise_not_trainable(index, tokens[: len(output.prompt_ids) + index + 1], others, trajectory.sampling)
-        self._check_foreign(output, of_all[len(output.prompt_ids) :])
+                foreign_turns = [turn for turn in turns if all(turn is not policy_turn for policy_turn in own_turns)]
+                _raise_not_trainable(
+                    index, tokens[: len(output.prompt_ids) + index + 1], foreign_turns, trajectory.sampling
+                )
+        self._check_foreign(output, sampled_log_probs[len(output.prompt_ids) :])
         _check_additions(output, row)
-        images, end = self._images_of(output, [value is not None for value in of_all], turns, row)
+        images, end = self._images_of(output, [value is not None for value in sampled_log_probs], turns, row)
         is_cut, most = len(output.response_ids) > most, min(most, end - len(output.prompt_ids))
         pairs = zip(output.response_mask, trained, strict=True)
         return output.model_copy(
@@ -565,36 +570,38 @@ class AgentLoopWorker:
     def _images_of(
         self,
         output: AgentLoopOutput,
-        drawn: Sequence[bool],
+        is_sampled: Sequence[bool],
         turns: Sequence[DrawnTurn],
         row: JsonMapping,
     ) -> tuple[dict[str, SharedTensors] | None, int]:
         """Return the inputs of a sequence's images, None for those of the row, and how many tokens of it may stay.
 
-        ``drawn`` tells which tokens of prompt and response the policy drew.
+        ``is_sampled`` tells which tokens of prompt and response the policy drew.
         """
         ids = [*output.prompt_ids, *output.response_ids]
         data = dict(output.multi_modal_data or {})
         values = data.pop(INPUTS, None) if INPUTS in data else data.pop("images", None)
-        if others := [name for name, value in data.items() if value]:
+        if unread := [name for name, value in data.items() if value]:
             raise ConfigError(
-                f"multi_modal_data has {', '.join(others)}, which is not read in this version. Give images alone."
+                f"multi_modal_data has {', '.join(unread)}, which is not read in this version. Give images alone."
             )
         named = None if values is None else as_inputs(values, self._images, "multi_modal_data")
         if self._images is None:
             return None, len(ids)
-        of_row = row.get(INPUTS)
-        known = of_row if isinstance(of_row, SharedTensors) else as_inputs(of_row, self._images, "the row")
+        row_value = row.get(INPUTS)
+        row_images = (
+            row_value if isinstance(row_value, SharedTensors) else as_inputs(row_value, self._images, "the row")
+        )
         most = len(output.prompt_ids) + self._rollout.response_length
-        images, end = images_of_sequence(ids, drawn, turns, named, known, most, self._images.config)
-        images = with_text_places(images, ids[:end], drawn, len(output.prompt_ids), self._images.config)
-        is_of_row = images is of_row or not (len(images) or len(known))
+        images, end = images_of_sequence(ids, is_sampled, turns, named, row_images, most, self._images.config)
+        images = with_text_places(images, ids[:end], is_sampled, len(output.prompt_ids), self._images.config)
+        is_of_row = images is row_value or not (len(images) or len(row_images))
         return (None if is_of_row else {INPUTS: images}), end
 
     def _check_foreign(self, output: AgentLoopOutput, log_probs: Sequence[float | None]) -> None:
         """Check the tokens that the policy did not draw, which the trainer's model reads."""
-        drawn = zip(output.response_ids, log_probs, strict=True)
-        foreign = [*output.prompt_ids, *(token for token, log_prob in drawn if log_prob is None)]
+        tokens_with_log_probs = zip(output.response_ids, log_probs, strict=True)
+        foreign = [*output.prompt_ids, *(token for token, log_prob in tokens_with_log_probs if log_prob is None)]
         if invalid := [token for token in foreign if not 0 <= token < self._vocabulary]:
             raise ConfigError(
                 f"token {invalid[0]} is none of the {self._vocabulary} tokens of the vocabulary. Encode text with "
@@ -619,7 +626,7 @@ def failed(
 ) -> TrajectoryResult:
     """Make the result of a trajectory without an output: what the policy drew last, and all before it."""
     prompt = _first_prompt(trajectory, turns, rollout.prompt_length)
-    drawn = turns
+    all_turns = turns
     turns = [turn for turn in turns if turn.prompt_ids[: len(prompt)] == prompt]
     written = [*turns[-1].prompt_ids, *turns[-1].token_ids] if turns else prompt
     values = drawn_log_probs(written, turns)
@@ -636,7 +643,7 @@ def failed(
         response_logprobs=[value or 0.0 for value in trained[response]],
         num_turns=1 + len(turns),
         metrics=AgentLoopMetrics(
-            generate_sequences=sum(turn.seconds for turn in drawn), num_preempted=preemptions(drawn)
+            generate_sequences=sum(turn.seconds for turn in all_turns), num_preempted=preemptions(all_turns)
         ),
         status=status,
         routed_experts=drawn_routing(written[:end], turns),
@@ -648,8 +655,8 @@ def failed(
 
 
 def _kept_ids(tokens: Sequence[int], turns: Sequence[DrawnTurn], response: slice) -> Tensor | None:
-    kept = drawn_kept_ids(tokens, turns)
-    return None if kept is None else kept[response].clone()  # without the rows of the prompt, which go nowhere
+    kept_ids = drawn_kept_ids(tokens, turns)
+    return None if kept_ids is None else kept_ids[response].clone()  # without the rows of the prompt, which go nowhere
 
 
 def _first_prompt(trajectory: Trajectory, turns: Sequence[DrawnTurn], longest: int) -> list[int]:
@@ -661,29 +668,29 @@ def _first_prompt(trajectory: Trajectory, turns: Sequence[DrawnTurn], longest: i
 
 
 def _raise_not_trainable(
-    index: int, tokens: Sequence[int], others: Sequence[DrawnTurn], sampling: SamplingParams
+    index: int, tokens: Sequence[int], foreign_turns: Sequence[DrawnTurn], sampling: SamplingParams
 ) -> NoReturn:
     """Raise ConfigError because a token, the last of ``tokens``, has mask 1 and is none to train on.
 
     Args:
         index: of the token in the response.
         tokens: all up to it.
-        others: turns whose sampling was not that of training.
+        foreign_turns: turns whose sampling was not that of training.
         sampling: that of training.
     """
-    for turn in others:
+    for turn in foreign_turns:
         if turn.sampling is not None and drawn_log_probs(tokens, [turn])[-1] is not None:
-            of_training = sampling.distribution_params
+            training = sampling.distribution_params
             differs = {
-                name: value for name, value in turn.sampling.distribution_params.items() if value != of_training[name]
+                name: value for name, value in turn.sampling.distribution_params.items() if value != training[name]
             }
-            drawn, trained = (
-                ", ".join(f"{name}={values[name]:g}" for name in differs) for values in (differs, of_training)
+            sampled_with, trained_with = (
+                ", ".join(f"{name}={values[name]:g}" for name in differs) for values in (differs, training)
             )
             raise ConfigError(
-                f"token {index} of the response has mask 1, and the policy drew it with {drawn}, while training "
-                f"computes its probability with {trained}. Give generate the sampling_params of run() unchanged, and "
-                "set actor_rollout_ref.rollout.temperature, top_p, top_k and min_p for all turns; or give the turn "
+                f"token {index} of the response has mask 1, and the policy drew it with {sampled_with}, while training "
+                f"computes its probability with {trained_with}. Give generate the sampling_params of run() unchanged, "
+                "and set actor_rollout_ref.rollout.temperature, top_p, top_k and min_p for all turns; or give the turn "
                 "mask 0, so that it is not trained on."
             )
     raise ConfigError(
@@ -698,8 +705,8 @@ def _check_additions(output: AgentLoopOutput, row: JsonMapping) -> None:
     Raises:
         ConfigError: a further value has the name of a column of the batch, or cannot be sent to another process.
     """
-    if taken := sorted(set(output.extra_fields) & {*COLUMNS, *row}):
-        raise ConfigError(f"extra_fields may not hold {', '.join(taken)}: the batch has it. Choose another name.")
+    if reserved := sorted(set(output.extra_fields) & {*COLUMNS, *row}):
+        raise ConfigError(f"extra_fields may not hold {', '.join(reserved)}: the batch has it. Choose another name.")
     try:
         pickle.dumps((output.extra_fields, output.conversation))
     except Exception as error:  # users' objects raise anything
@@ -734,13 +741,13 @@ def _check_drawn_once(outputs: Sequence[AgentLoopOutput], turns: Sequence[DrawnT
     if len(outputs) == 1:
         return
     kinds = Counter((tuple(turn.prompt_ids), tuple(turn.token_ids)) for turn in turns)
-    for (prompt, drawn), times in kinds.items():
-        span = slice(len(prompt), len(prompt) + len(drawn))
+    for (prompt, token_ids), times in kinds.items():
+        span = slice(len(prompt), len(prompt) + len(token_ids))
         trained = 0
         for output in outputs:
             written = (*output.prompt_ids, *output.response_ids)
             mask = [0] * len(output.prompt_ids) + output.response_mask
-            trained += any(mask[span]) and written[span] == drawn and written[: len(prompt)] == prompt
+            trained += any(mask[span]) and written[span] == token_ids and written[: len(prompt)] == prompt
         if trained > times:
             raise ConfigError(
                 f"{trained} sequences have mask 1 on the same turn of the policy, which drew it {times} times. Where a "

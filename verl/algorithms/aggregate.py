@@ -112,7 +112,7 @@ def agg_loss(
 def prepare_aggregation(
     loss_agg_mode: str, response_mask: Tensor, index: GroupIds, trajectories: GroupIds | None = None
 ) -> dict[str, Tensor]:
-    """Columns that an aggregation needs from the whole mini-batch; none in most cases.
+    """Return the columns that an aggregation needs from the whole mini-batch; none in most cases.
 
     For ``prompt-mean`` that is ``row_weights``, (bsz,) float32: 1 / (G · N_g), with N_g the valid tokens of the row's
     group in this mini-batch and G the number of groups that have any. A group without a valid token is not counted in
@@ -131,21 +131,22 @@ def prepare_aggregation(
     Raises:
         ConfigError: the number of ids differs from that of the rows.
     """
-    made: dict[str, Tensor] = {}
+    prepared: dict[str, Tensor] = {}
     if trajectories is not None:
         group_ids = group_numbers(trajectories)
+        # Ids count in order of appearance, so the first row of each trajectory has a new maximum.
         is_first = torch.ones_like(group_ids)
         is_first[1:] = (group_ids[1:] > group_ids.cummax(0).values[:-1]).long()
-        made["trajectory_count"] = is_first.to(response_mask.device)
+        prepared["trajectory_count"] = is_first.to(response_mask.device)
     if loss_agg_mode == "prompt-mean":
         if len(index) != len(response_mask):
             raise ConfigError(
                 f"prompt-mean got {len(index)} group ids for {len(response_mask)} rows; pass one per row."
             )
-        made["row_weights"] = _token_weights(response_mask, index, counts_empty=False)
+        prepared["row_weights"] = _token_weights(response_mask, index, counts_empty=False)
     elif loss_agg_mode == "seq-mean-token-mean" and trajectories is not None:
-        made["row_weights"] = _token_weights(response_mask, trajectories, counts_empty=True)
-    return made
+        prepared["row_weights"] = _token_weights(response_mask, trajectories, counts_empty=True)
+    return prepared
 
 
 def _token_weights(response_mask: Tensor, index: GroupIds, counts_empty: bool) -> Tensor:

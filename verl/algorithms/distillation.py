@@ -41,8 +41,8 @@ from verl.utils.torch_functional import zero_masked
 F = TypeVar("F", bound=Callable[..., object])
 
 Reads = Literal["sampled", "topk", "full"]
-"""What a loss reads of both distributions: log-probs of the sampled tokens, those of the teacher's most likely tokens,
-or the whole vocabulary."""
+"""Part of both distributions that a loss reads: log-probs of the sampled tokens, those of the teacher's most likely
+tokens, or the whole vocabulary."""
 
 DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
 """Divergences of two distributions; formulas at the top of this module."""
@@ -65,14 +65,14 @@ _PUBLIC_ARGUMENTS = ("config", "distillation_config", "model_output", "data")
 
 @dataclass(frozen=True)
 class DistillationLossSettings:
-    """How a distillation loss is registered."""
+    """Registration of a distillation loss."""
 
     names: str | list[str]
     """Its names in ``distillation.distillation_loss.loss_mode``."""
     use_topk: bool = False
-    """Whether it reads the log-probs of the teacher's ``topk`` most likely tokens."""
+    """True if it reads the log-probs of the teacher's ``topk`` most likely tokens."""
     use_estimator: bool = False
-    """Whether it reads the log-probs of the sampled tokens."""
+    """True if it reads the log-probs of the sampled tokens."""
     paper: str = ""
     """Link to its description."""
     reproduces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class DistillationLossSettings:
 
     @property
     def reads(self) -> Reads:
-        """What the loss reads of both distributions."""
+        """Return the part of both distributions that the loss reads."""
         if self.use_topk:
             return "topk"
         return "sampled" if self.use_estimator else "full"
@@ -110,11 +110,11 @@ class DistillationLossInfo:
     """The function as it was registered."""
     settings: DistillationLossSettings
     has_public_form: bool
-    """Whether it takes ``config, distillation_config, model_output, data`` and returns losses and metrics."""
+    """True if it takes ``config, distillation_config, model_output, data`` and returns losses and metrics."""
 
     @property
     def reads(self) -> Reads:
-        """What it reads of both distributions."""
+        """Return the part of both distributions that it reads."""
         return self.settings.reads
 
     @property
@@ -206,7 +206,7 @@ def distillation_loss_info(name: str) -> DistillationLossInfo:
 
 
 def reads_vocabulary(config: DistillationConfig) -> bool:
-    """Whether the policy is compared with teachers over the whole vocabulary, which its own workers then hold."""
+    """Return whether the loss compares whole-vocabulary distributions; the policy's workers then hold the teachers."""
     return config.enabled and distillation_loss_info(config.distillation_loss.loss_mode).reads == "full"
 
 
@@ -455,36 +455,36 @@ def _topk_divergence(student: Tensor, teacher: Tensor, kind: DivergenceKind, con
 # ---- the losses -------------------------------------------------------------------------------
 
 _GKD, _MINILLM = "https://arxiv.org/abs/2306.13649", "https://arxiv.org/abs/2306.08543"
-_OF_TEACHER_ALONE = (
+_TEACHER_ONLY = (
     "distillation.enabled=true",
     "distillation.distillation_loss.use_task_rewards=false",
     "algorithm.adv_estimator=grpo",
 )
-_OF_ITSELF = (*_OF_TEACHER_ALONE, "distillation.self_distillation.enabled=true", "data.return_raw_chat=true")
+_SELF_DISTILLATION = (*_TEACHER_ONLY, "distillation.self_distillation.enabled=true", "data.return_raw_chat=true")
 _REPRODUCES: Mapping[str, dict[str, tuple[str, ...]]] = {
     "k1": {
         "On-policy distillation (https://thinkingmachines.ai/blog/on-policy-distillation/)": (
-            *_OF_TEACHER_ALONE,
+            *_TEACHER_ONLY,
             "distillation.distillation_loss.loss_mode=k1",
             "distillation.distillation_loss.use_policy_gradient=true",
         )
     },
     "jsd": {
         "GKD on the policy's own samples (arXiv:2306.13649)": (
-            *_OF_TEACHER_ALONE,
+            *_TEACHER_ONLY,
             "distillation.distillation_loss.loss_mode=jsd",
             "distillation.distillation_loss.beta=0.5",
         )
     },
     "forward_kl": {
         "OPSD (arXiv:2601.18734)": (
-            *_OF_ITSELF,
+            *_SELF_DISTILLATION,
             "distillation.distillation_loss.loss_mode=forward_kl",
             "distillation.self_distillation.template=reference",
             "distillation.self_distillation.weights=initial",
         ),
         "SDFT (arXiv:2601.19897)": (
-            *_OF_ITSELF,
+            *_SELF_DISTILLATION,
             "distillation.distillation_loss.loss_mode=forward_kl",
             "distillation.self_distillation.template=demonstration",
             "distillation.self_distillation.weights=ema",
@@ -492,7 +492,7 @@ _REPRODUCES: Mapping[str, dict[str, tuple[str, ...]]] = {
     },
     "jsd_topk": {
         "SDPO (arXiv:2601.20802)": (
-            *_OF_ITSELF,
+            *_SELF_DISTILLATION,
             "distillation.distillation_loss.loss_mode=jsd_topk",
             "distillation.distillation_loss.beta=0.5",
             "distillation.distillation_loss.topk=100",

@@ -41,7 +41,7 @@ class EstimatorNeeds:
     settings: frozenset[str]
     """Settings of ``algorithm`` that it takes."""
     wants_all: bool
-    """Whether it takes ``**kwargs`` and so receives all columns."""
+    """True if it takes ``**kwargs`` and so receives all columns."""
     no_kl_in_reward: str
     """Why ``algorithm.use_kl_in_reward`` must be off; empty where it may be on."""
     paper: str
@@ -153,7 +153,7 @@ NO_ESTIMATOR = EstimatorNeeds(
     paper="",
     reproduces={},
 )
-"""Of ``algorithm.adv_estimator=null``: nobody knows which columns and settings the program reads."""
+"""Needs of ``algorithm.adv_estimator=null``: nobody knows which columns and settings the program reads."""
 
 
 def adv_needs(name: str | None) -> EstimatorNeeds:
@@ -197,10 +197,10 @@ def compute_advantages(
     # An estimator calls the group ids `index`; the batch calls them `uid`.
     required = ["uid" if name == "index" and "index" not in columns else name for name in sorted(needs.columns)]
     require(columns, required, estimator)
-    wanted = needs.columns | (needs.optional_columns & columns.keys())
+    names = needs.columns | (needs.optional_columns & columns.keys())
     if needs.wants_all:
-        wanted |= columns.keys()
-    arguments = {key: columns[key] for key in wanted}
+        names |= columns.keys()
+    arguments = {key: columns[key] for key in names}
     arguments |= {key: settings[key] for key in needs.settings & settings.keys()}
     parameters = inspect.signature(needs.function).parameters.values()
     if lacking := [p.name for p in parameters if is_required(p) and p.name not in arguments]:
@@ -209,7 +209,7 @@ def compute_advantages(
     shape = columns["response_mask"].shape if "response_mask" in columns else None
     if isinstance(result, tuple) and len(result) == 2:
         advantages, returns = result
-        if all(isinstance(made, Tensor) and shape in (None, made.shape) for made in result):
+        if all(isinstance(tensor, Tensor) and shape in (None, tensor.shape) for tensor in result):
             return advantages, returns
     raise SchemaError(
         f"{estimator} returned {describe_result(result)}; it should return (advantages, returns), tensors "

@@ -44,7 +44,7 @@ class Groups:
     """Number of groups."""
 
     @classmethod
-    def of(cls, index: GroupIds, response_mask: Tensor) -> Groups:
+    def from_ids(cls, index: GroupIds, response_mask: Tensor) -> Groups:
         """Group rows by their ids, (bsz,). A row without a single token in ``response_mask`` is not a member.
 
         Such a response was rejected or failed. Its reward says nothing about the policy, and counting it as 0 would
@@ -56,8 +56,8 @@ class Groups:
                 f"index has {len(indices)} group ids, and there are {len(response_mask)} rows: give one id for each "
                 "row."
             )
-        of_rows = torch.tensor(indices, dtype=torch.int64, device=response_mask.device)
-        return cls(of_rows, response_mask.bool().any(-1), max(indices, default=-1) + 1)
+        row_groups = torch.tensor(indices, dtype=torch.int64, device=response_mask.device)
+        return cls(row_groups, response_mask.bool().any(-1), max(indices, default=-1) + 1)
 
     @cached_property
     def size(self) -> Tensor:
@@ -82,9 +82,9 @@ class Groups:
     def largest(self, x: Tensor) -> Tensor:
         """Maximum over the members of the row's group, -inf in a group without members; x is (n, ...)."""
         per_row = (-1, *[1] * (x.dim() - 1))
-        kept = x.double().masked_fill(~self.is_member.view(per_row), -torch.inf)
+        members = x.double().masked_fill(~self.is_member.view(per_row), -torch.inf)
         maxima = torch.full((self.groups, *x.shape[1:]), -torch.inf, dtype=torch.float64, device=x.device)
-        return maxima.scatter_reduce_(0, self.index.view(per_row).expand_as(x), kept, "amax")[self.index]
+        return maxima.scatter_reduce_(0, self.index.view(per_row).expand_as(x), members, "amax")[self.index]
 
     def mean(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Mean over the members, exactly their value if all are equal; 0 in a group without members.

@@ -56,9 +56,9 @@ class LossTerms:
 
     losses: Tensor
     is_clipped: Tensor | None = None
-    """Where the loss stops or bounds the gradient, for ``actor/pg_clipfrac``; None for nowhere."""
+    """Mask of tokens whose gradient the loss stops or bounds, for ``actor/pg_clipfrac``; None for no token."""
     is_clipped_lower: Tensor | None = None
-    """Where its second bound does, for ``actor/pg_clipfrac_lower``; None for nowhere."""
+    """Mask of tokens at the second bound, for ``actor/pg_clipfrac_lower``; None for no token."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """More per-token metrics by name, reported as means over valid tokens or as extremes (``_max``, ``_min``)."""
 
@@ -71,7 +71,7 @@ class PolicyLossInfo:
     function: Callable[..., Any]
     """The function as it was registered."""
     returns_terms: bool
-    """Whether it returns :class:`LossTerms`; otherwise it has the public form."""
+    """True if it returns :class:`LossTerms`; otherwise it has the public form."""
     columns: frozenset[str]
     """Required batch columns beside ``TENSORS``."""
     optional_columns: frozenset[str]
@@ -79,7 +79,7 @@ class PolicyLossInfo:
     prepared_columns: frozenset[str]
     """Columns that ``prepare`` computes from the whole mini-batch."""
     takes_weights: bool
-    """Whether ``rollout_is_weights`` are applied to it, so that single tokens can be weighted or dropped."""
+    """True if ``rollout_is_weights`` are applied to it, so that single tokens can be weighted or dropped."""
     prepare: Prepare | None
     """Computes the prepared columns."""
     modes: tuple[str, ...] | None
@@ -93,7 +93,7 @@ class PolicyLossInfo:
 
     @property
     def compares_with_rollout(self) -> bool:
-        """Whether it reads ``rollout_log_probs``, and so corrects by itself for samples of another policy."""
+        """Return whether it reads ``rollout_log_probs``, and so corrects by itself for samples of another policy."""
         return "rollout_log_probs" in self.columns | self.optional_columns
 
     @functools.cached_property
@@ -302,7 +302,7 @@ def evaluate_policy_loss(
 def clipped_tokens(
     info: PolicyLossInfo, log_prob: Tensor, columns: Mapping[str, Tensor], config: object
 ) -> Tensor | None:
-    """Where a bound of the policy loss holds, (bsz, response_length) bool; False where ``response_mask`` is 0.
+    """Return the mask of tokens at a bound of the policy loss, (bsz, response_length) bool; False where masked out.
 
     None for a loss of the public form, which does not tell it.
 
@@ -325,7 +325,7 @@ def clipped_tokens(
 
 
 def _valid_tensors(log_prob: Tensor, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What stands at masked places, even NaN, must reach neither the value nor the gradient."""
+    """Set masked places to zero: their values, even NaN, must reach neither the loss nor the gradient."""
     mask = columns["response_mask"]
     return {
         "old_log_prob": zero_masked(columns["old_log_probs"], mask),
@@ -337,10 +337,10 @@ def _valid_tensors(log_prob: Tensor, columns: Mapping[str, Tensor]) -> dict[str,
 def _terms(
     info: PolicyLossInfo, valid: Mapping[str, Tensor], named: Mapping[str, Tensor], mask: Tensor, config: Any
 ) -> LossTerms:
-    known = {**valid, "response_mask": mask, **named}
+    arguments = {**valid, "response_mask": mask, **named}
     parameters = inspect.signature(info.function).parameters
     return info.function(
-        **{name: known[name] if name in known else _setting(config, p) for name, p in parameters.items()}
+        **{name: arguments[name] if name in arguments else _setting(config, p) for name, p in parameters.items()}
     )
 
 

@@ -27,13 +27,13 @@ def prepare_policy_loss(name: str, columns: Mapping[str, object], config: ActorC
     info = policy_loss_info(name)
     if info.prepare is None:
         return {}
-    made = info.prepare(columns, config, seed)
-    if made.keys() != info.prepared_columns:
+    prepared = info.prepare(columns, config, seed)
+    if prepared.keys() != info.prepared_columns:
         raise ConfigError(
-            f"the prepare function of policy loss '{name}' made columns {sorted(made)}, but the loss has parameters "
-            f"with default None for {sorted(info.prepared_columns)}. Make them the same."
+            f"the prepare function of policy loss '{name}' made columns {sorted(prepared)}, but the loss has "
+            f"parameters with default None for {sorted(info.prepared_columns)}. Make them the same."
         )
-    return made
+    return prepared
 
 
 def prepare_update(columns: Mapping[str, Tensor], config: ActorConfig, seed: int) -> dict[str, Tensor]:
@@ -60,22 +60,22 @@ def prepare_update(columns: Mapping[str, Tensor], config: ActorConfig, seed: int
         ConfigError: there is no such loss.
     """
     settings = config.policy_loss
-    made: dict[str, Tensor] = {}
+    prepared: dict[str, Tensor] = {}
     if config.loss_agg_mode == "prompt-mean":
         # The group ids are called `index` here; the batch calls them `uid`.
         require(columns, ("response_mask", "index" if "index" in columns else "uid"), "loss_agg_mode=prompt-mean")
     if config.loss_agg_mode == "prompt-mean" or "trajectory_id" in columns:
         index, trajectories = columns.get("index", ()), columns.get("trajectory_id")
-        made |= prepare_aggregation(config.loss_agg_mode, columns["response_mask"], index, trajectories)
+        prepared |= prepare_aggregation(config.loss_agg_mode, columns["response_mask"], index, trajectories)
     if settings.top_entropy_quantile < 1:
         require(columns, ("response_mask", "entropys"), "top_entropy_quantile")
-        kept = top_entropy_mask(columns["entropys"], columns["response_mask"], settings.top_entropy_quantile)
-        made["top_entropy_mask"] = kept
+        entropy_mask = top_entropy_mask(columns["entropys"], columns["response_mask"], settings.top_entropy_quantile)
+        prepared["top_entropy_mask"] = entropy_mask
     if config.use_echo_loss:
         require(columns, ("response_mask", "attention_mask", "weight_versions"), "actor.use_echo_loss")
         names = ("response_mask", "attention_mask", "weight_versions")
-        made["observation_weights"] = observation_weights(*(columns[name] for name in names))
-    return made | prepare_policy_loss(settings.loss_mode, columns, config, seed)
+        prepared["observation_weights"] = observation_weights(*(columns[name] for name in names))
+    return prepared | prepare_policy_loss(settings.loss_mode, columns, config, seed)
 
 
 def observation_weights(response_mask: Tensor, attention_mask: Tensor, weight_versions: Tensor) -> Tensor:
@@ -97,9 +97,9 @@ def observation_weights(response_mask: Tensor, attention_mask: Tensor, weight_ve
     Returns:
         (bsz, response_length) float32.
     """
-    chosen = response_mask.bool()
-    seen = attention_mask[:, attention_mask.shape[1] - chosen.shape[1] :].bool()
-    observed = seen & ~chosen & (weight_versions < 0) & chosen.any(-1, keepdim=True)
+    is_trained = response_mask.bool()
+    seen = attention_mask[:, attention_mask.shape[1] - is_trained.shape[1] :].bool()
+    observed = seen & ~is_trained & (weight_versions < 0) & is_trained.any(-1, keepdim=True)
     return observed.float() / max(int(observed.sum()), 1)
 
 

@@ -76,7 +76,7 @@ def compute_grpo_outcome_advantage(
     With ``norm_adv_by_std_in_grpo=False`` the denominator is 1 (Dr. GRPO, arXiv:2503.20783). The advantage of a group
     of one is its own reward over 1 + ε.
     """
-    groups, rewards = Groups.of(index, response_mask), rewards_of_responses(token_level_rewards, response_mask)
+    groups, rewards = Groups.from_ids(index, response_mask), rewards_of_responses(token_level_rewards, response_mask)
     scores = group_relative(*rewards, groups, epsilon, norm_adv_by_std_in_grpo)
     return broadcast(scores, response_mask, token_level_rewards.dtype)
 
@@ -103,7 +103,7 @@ def compute_rloo_outcome_advantage(
 
     A group of one has no siblings: its advantage is its own reward.
     """
-    groups = Groups.of(index, response_mask)
+    groups = Groups.from_ids(index, response_mask)
     centred = groups.centred(*rewards_of_responses(token_level_rewards, response_mask))
     left_out = centred * torch.where(groups.is_alone, 1.0, groups.size / (groups.size - 1))
     return broadcast(left_out, response_mask, token_level_rewards.dtype)
@@ -135,7 +135,7 @@ def compute_grpo_passk_outcome_advantage(
     ``norm_adv_by_std_in_grpo=False`` the denominator is 1. The advantage of a group of one is its own reward over 1 +
     ε, as in ``grpo``.
     """
-    groups = Groups.of(index, response_mask)
+    groups = Groups.from_ids(index, response_mask)
     rewards, rounding = rewards_of_responses(token_level_rewards, response_mask)
     best = groups.largest(rewards)
     is_best = rewards + rounding >= groups.largest(rewards - rounding)
@@ -168,7 +168,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     over all tokens of the batch, so long responses weigh more in its mean and deviation. The baseline of a group of one
     is 0.
     """
-    groups = Groups.of(index, response_mask)
+    groups = Groups.from_ids(index, response_mask)
     centred = groups.centred(*rewards_of_responses(token_level_rewards, response_mask))
     return _whitened(centred, response_mask, token_level_rewards.dtype)
 
@@ -194,7 +194,7 @@ def compute_opo_outcome_advantage(
 
     The baseline of a group of one is 0.
     """
-    groups, lengths = Groups.of(index, response_mask), response_mask.bool().sum(-1).double()
+    groups, lengths = Groups.from_ids(index, response_mask), response_mask.bool().sum(-1).double()
     centred = groups.centred(*rewards_of_responses(token_level_rewards, response_mask), weight=lengths)
     return broadcast(centred, response_mask, token_level_rewards.dtype)
 
@@ -221,7 +221,7 @@ def compute_gpg_outcome_advantage(
     they all zero or all full. If no row has a reward every advantage is 0. The baseline of a group of one is 0. Rows
     without a token of the policy are not counted. ``f_norm`` is a constant scale.
     """
-    groups = Groups.of(index, response_mask)
+    groups = Groups.from_ids(index, response_mask)
     rewards, rounding = rewards_of_responses(token_level_rewards, response_mask)  # 0 in rows without tokens
     alpha = groups.is_member.sum() / rewards.count_nonzero().clamp(min=1)
     centred = groups.centred(rewards, rounding)
@@ -249,7 +249,7 @@ def compute_maxrl_outcome_advantage(
     Raises:
         RewardError: a reward is negative: the mean is then no success rate, and dividing by it could change every sign.
     """
-    groups = Groups.of(index, response_mask)
+    groups = Groups.from_ids(index, response_mask)
     rewards, rounding = rewards_of_responses(token_level_rewards, response_mask)
     if (negative := rewards < 0).any():
         row = int(negative.nonzero()[0])
@@ -300,7 +300,7 @@ def compute_gdpo_outcome_advantage(
     """
     weights = _gdpo_weights(gdpo_reward_keys, gdpo_reward_weights)
     require(columns, weights, "advantage estimator 'gdpo' (gdpo_reward_keys)")
-    groups = Groups.of(index, response_mask)
+    groups = Groups.from_ids(index, response_mask)
     scores = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
     for key, weight in weights.items():
         component = _component(key, columns[key], groups.is_member)
@@ -380,7 +380,7 @@ def compute_hierarchical_grpo_advantage(
         (trajectory, kind) if kind in inside else group
         for group, trajectory, kind in zip(ids, trajectory_id, kinds, strict=True)
     ]
-    groups, rewards = Groups.of(compared, response_mask), rewards_of_responses(token_level_rewards, response_mask)
+    groups, rewards = Groups.from_ids(compared, response_mask), rewards_of_responses(token_level_rewards, response_mask)
     scores = group_relative(*rewards, groups, epsilon, norm_adv_by_std_in_grpo)
     return broadcast(scores, response_mask, token_level_rewards.dtype)
 

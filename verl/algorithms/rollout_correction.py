@@ -29,7 +29,7 @@ LOG_RATIO_BOUND = 20.0
 """|Δ|, and the |sum| of Δ over a response, are clamped to this before exp: ratios lie in [2.1e-9, 4.9e8]."""
 
 Level = Literal["token", "sequence"]
-"""Whether a weight or a rejection applies to one token or to all tokens of a response."""
+"""Unit of a weight or a rejection: one token, or all tokens of a response."""
 
 REJECTION_CRITERIA = (
     "token_k1", "token_k2", "token_k3",
@@ -47,7 +47,7 @@ class Band(NamedTuple):
     upper: float
 
     def contains(self, x: Tensor) -> Tensor:
-        """Whether each element of ``x`` is inside the bounds; NaN is not."""
+        """Return whether each element of ``x`` is inside the bounds; NaN is not."""
         inside = x <= self.upper
         return inside if self.lower is None else inside & (x >= self.lower)
 
@@ -60,7 +60,7 @@ class Criterion(NamedTuple):
 
     @property
     def level(self) -> Level:
-        """Whether single tokens or whole responses are rejected."""
+        """Return whether single tokens or whole responses are rejected."""
         return "token" if self.name.startswith("token") else "sequence"
 
 
@@ -253,10 +253,10 @@ def rejection_statistic(log_ratio: Tensor, response_mask: Tensor, name: str) -> 
 
 def accepted(log_ratio: Tensor, response_mask: Tensor, criteria: tuple[Criterion, ...]) -> Tensor:
     """Return where every criterion accepts, (bsz, response_length) bool; True also at masked positions of such rows."""
-    kept = torch.ones(log_ratio.shape, dtype=torch.bool, device=log_ratio.device)
+    is_accepted = torch.ones(log_ratio.shape, dtype=torch.bool, device=log_ratio.device)
     for criterion in criteria:
-        kept &= criterion.band.contains(rejection_statistic(log_ratio, response_mask, criterion.name))
-    return kept
+        is_accepted &= criterion.band.contains(rejection_statistic(log_ratio, response_mask, criterion.name))
+    return is_accepted
 
 
 def off_policy_sequence_mask(
@@ -355,9 +355,9 @@ def interpolated_policy(
         weights = importance_weights(ratio, band)
         metrics |= ratio_metrics(ratio, band)
     if settings.rollout_rs is not None:
-        kept = accepted(moved, response_mask, parse_criteria(settings.rollout_rs, settings.rollout_rs_threshold))
-        weights = kept.double() if weights is None else zero_masked(weights, kept)
-        metrics["rollout_corr/rollout_rs_masked_fraction"] = (~kept).double()
+        is_accepted = accepted(moved, response_mask, parse_criteria(settings.rollout_rs, settings.rollout_rs_threshold))
+        weights = is_accepted.double() if weights is None else zero_masked(weights, is_accepted)
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = (~is_accepted).double()
     dtype = log_prob.dtype
     return ProximalPolicy(proximal.to(dtype), None if weights is None else weights.to(dtype), metrics)
 

@@ -14,29 +14,29 @@ Parameters = Mapping[str, inspect.Parameter]
 
 
 def is_required(parameter: inspect.Parameter) -> bool:
-    """Whether the parameter has no default and is not variadic."""
+    """Return whether the parameter has no default and is not variadic."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return parameter.default is inspect.Parameter.empty and parameter.kind not in variadic
 
 
 def takes_kwargs(parameters: Parameters) -> bool:
-    """Whether there is a ``**kwargs`` among the parameters."""
+    """Return whether there is a ``**kwargs`` among the parameters."""
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
-def refuse_unknown(owner: str, parameter: inspect.Parameter, known: Set[str]) -> None:
+def refuse_unknown(owner: str, parameter: inspect.Parameter, names: Set[str]) -> None:
     """Check that a parameter will be given a value.
 
     Raises:
-        ConfigError: it is required and not ``known``, or it has a default and looks like a misspelt known name.
+        ConfigError: it is required and not among ``names``, or it has a default and looks like a misspelt known name.
     """
-    if parameter.name in known or parameter.kind is inspect.Parameter.VAR_KEYWORD:
+    if parameter.name in names or parameter.kind is inspect.Parameter.VAR_KEYWORD:
         return
-    hint = suggest(parameter.name, sorted(known))
+    hint = suggest(parameter.name, sorted(names))
     if is_required(parameter) or hint:
         raise ConfigError(
             f"{owner} has an unknown parameter '{parameter.name}'.{hint} Parameters may be "
-            f"{', '.join(sorted(known))}; **kwargs, which receives your own columns; or a constant with a default."
+            f"{', '.join(sorted(names))}; **kwargs, which receives your own columns; or a constant with a default."
         )
 
 

@@ -45,7 +45,7 @@ def discounted_sum(x: Tensor, mask: Tensor, factor: float | Tensor) -> Tensor:
 
 
 def turn_ends(mask: Tensor) -> Tensor:
-    """Whether a token is the last of a turn; (bsz, response_length) bool."""
+    """Return whether a token is the last of a turn; (bsz, response_length) bool."""
     valid = mask.bool()
     return valid & ~torch.nn.functional.pad(valid[:, 1:], (0, 1))[:, : valid.shape[1]]
 
@@ -67,8 +67,8 @@ def next_valid(values: Tensor, mask: Tensor) -> Tensor:
 
 def reward_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
     """G_t = Σ_{s≥t} r_s over valid tokens, 0 at masked ones; both (bsz, response_length)."""
-    kept = zero_masked(rewards.to(torch.promote_types(rewards.dtype, torch.float32)), mask)
-    return zero_masked(kept.flip(-1).cumsum(-1).flip(-1), mask)
+    valid_rewards = zero_masked(rewards.to(torch.promote_types(rewards.dtype, torch.float32)), mask)
+    return zero_masked(valid_rewards.flip(-1).cumsum(-1).flip(-1), mask)
 
 
 def _backwards(x: Tensor, keep: Tensor) -> Tensor:
@@ -172,8 +172,9 @@ def compute_bi_level_gae_advantage_return(
     """
     high = gamma if high_level_gamma is None else high_level_gamma
     ends = turn_ends(response_mask)
-    of_turns = discounted_sum(_td_errors(token_level_rewards, values, ends, high), ends, high * lam)
-    deltas = torch.where(ends, of_turns, _td_errors(token_level_rewards, values, response_mask, gamma))
+    turn_advantages = discounted_sum(_td_errors(token_level_rewards, values, ends, high), ends, high * lam)
+    deltas = torch.where(ends, turn_advantages, _td_errors(token_level_rewards, values, response_mask, gamma))
+    # The last token has the advantage of the whole turn already, later turns included: nothing is added to it.
     factors = torch.full_like(deltas, gamma * lam).masked_fill_(ends, 0.0)
     advantages = zero_masked(discounted_sum(deltas, response_mask, factors), response_mask)
     whitened = _whitened(advantages, response_mask, token_level_rewards)
@@ -225,6 +226,7 @@ def compute_remax_outcome_advantage(
     baseline = reward_baselines.double().unsqueeze(-1)  # (bsz, 1)
     unit = rounding_unit(token_level_rewards.dtype)
     advantages = zero_masked(returns - baseline, response_mask)
+    # A difference that rounding of equal rewards explains is no signal.
     advantages = advantages.masked_fill(advantages.abs() <= rounding + unit * baseline.abs(), 0.0)
     return _as_given((advantages, returns), token_level_rewards)
 
@@ -280,7 +282,7 @@ def compute_optimal_token_baseline_advantage(
         gradient = gradient * rollout_is_weights**2
     valid = response_mask.bool()
     weight = zero_masked(zero_masked(gradient, valid).cumsum(-1, dtype=torch.float64), valid)
-    groups = Groups.of(index, valid)
+    groups = Groups.from_ids(index, valid)
     baseline = groups.sums(returns * weight) / (groups.sums(weight) + epsilon)  # (groups, response_length)
     siblings = groups.sums(valid) if handle_zero_tail else groups.sums(groups.is_member).unsqueeze(-1)
     baseline = baseline.masked_fill(siblings <= 1, 0.0)
@@ -361,7 +363,7 @@ def compute_grpo_per_turn_advantage(
         advantages and returns, equal on every token of a turn.
     """
     turns, returns, rounding = _returns_of_turns(token_level_rewards, response_mask, gamma, high_level_gamma)
-    rows, width = Groups.of(index, response_mask), turns.has.shape[1]
+    rows, width = Groups.from_ids(index, response_mask), turns.has.shape[1]
     turn_index = torch.arange(width, device=turns.has.device)
     groups = Groups((rows.index.unsqueeze(-1) * width + turn_index).flatten(), turns.has.flatten(), rows.groups * width)
     scores = group_relative(returns, rounding, groups, epsilon, norm_adv_by_std_in_grpo)
@@ -373,14 +375,14 @@ class Turns(NamedTuple):
     """The turns of responses."""
 
     has: Tensor
-    """(bsz, turns) whether the response has so many turns."""
-    of_token: Tensor
+    """(bsz, turns) bool, True where the response has so many turns."""
+    turn_of_token: Tensor
     """(bsz, response_length) the turn of a valid token, from 0."""
     valid: Tensor
     """(bsz, response_length) bool."""
 
     @classmethod
-    def of(cls, response_mask: Tensor) -> Turns:
+    def from_mask(cls, response_mask: Tensor) -> Turns:
         """Find the contiguous runs of tokens of the policy."""
         valid = response_mask.bool()
         starts = valid & ~torch.nn.functional.pad(valid[:, :-1], (1, 0))
@@ -389,24 +391,24 @@ class Turns(NamedTuple):
         has = torch.arange(turns, device=valid.device) < starts.sum(-1, keepdim=True)
         return cls(has, (starts.cumsum(-1) - 1).clamp(min=0), valid)
 
-    def on_tokens(self, of_turns: Tensor) -> Tensor:
+    def on_tokens(self, turn_values: Tensor) -> Tensor:
         """Repeat a value per turn, (bsz, turns), on the tokens of the turn; 0 elsewhere."""
-        return zero_masked(of_turns.gather(1, self.of_token), self.valid)
+        return zero_masked(turn_values.gather(1, self.turn_of_token), self.valid)
 
 
 def _returns_of_turns(
     rewards: Tensor, mask: Tensor, gamma: float, high_level_gamma: float | None
 ) -> tuple[Turns, Tensor, Tensor]:
-    """The turns; of all of them in a row G_k = R_k + Γ G_{k+1} and the bound of its rounding, float64."""
-    turns, kept = Turns.of(mask), zero_masked(rewards, mask).double()
+    """Return the turns, and flat over all of them G_k = R_k + Γ G_{k+1} and the bound of its rounding, float64."""
+    turns, valid_rewards = Turns.from_mask(mask), zero_masked(rewards, mask).double()
     factor = gamma if high_level_gamma is None else high_level_gamma
 
     def returns_of(rewards: Tensor) -> Tensor:
-        sums = torch.zeros(turns.has.shape, dtype=torch.float64, device=kept.device)
-        sums = sums.scatter_add(1, turns.of_token, rewards)
+        sums = torch.zeros(turns.has.shape, dtype=torch.float64, device=valid_rewards.device)
+        sums = sums.scatter_add(1, turns.turn_of_token, rewards)
         return zero_masked(discounted_sum(sums, turns.has, factor), turns.has).flatten()
 
-    return turns, returns_of(kept), returns_of(kept.abs()) * rounding_unit(rewards.dtype)
+    return turns, returns_of(valid_rewards), returns_of(valid_rewards.abs()) * rounding_unit(rewards.dtype)
 
 
 @register_adv_est(
@@ -451,7 +453,7 @@ def compute_gigpo_advantage(
         UnsupportedError: the environment has shown an image, which the messages do not hold.
     """
     turns, returns, rounding = _returns_of_turns(token_level_rewards, response_mask, gamma, high_level_gamma)
-    siblings, rewards = Groups.of(index, response_mask), rewards_of_responses(token_level_rewards, response_mask)
+    siblings, rewards = Groups.from_ids(index, response_mask), rewards_of_responses(token_level_rewards, response_mask)
     episode = group_relative(*rewards, siblings, epsilon, norm_adv_by_std_in_grpo)
     numbers = group_numbers(_states(trajectory_conversation, turns, siblings.index), turns.has.device)
     states = Groups(numbers, turns.has.flatten(), int(numbers.max()) + 1 if len(numbers) else 0)
@@ -472,12 +474,12 @@ def _states(
             observations = [()] * count
         else:
             observations = _observations(conversation or (), count, row)
-        states += [(group, *said) for said in observations] + [(group,)] * (turns.has.shape[1] - count)
+        states += [(group, *messages) for messages in observations] + [(group,)] * (turns.has.shape[1] - count)
     return states
 
 
 def _observations(conversation: Sequence[JsonMapping], count: int, row: int) -> list[tuple[str, ...]]:
-    """What was said before each of the last ``count`` turns of the policy: roles and contents of the messages."""
+    """Return roles and contents of the messages before each of the last ``count`` turns of the policy."""
     ends = [place for place, message in enumerate(conversation) if message["role"] == "assistant"]
     if len(ends) < count:
         raise SchemaError(
@@ -487,13 +489,15 @@ def _observations(conversation: Sequence[JsonMapping], count: int, row: int) -> 
         )
     # Assistants of the prompt come before those of the policy, and so do turns that another sequence trains on.
     policy = ends[len(ends) - count :]
-    said = [conversation[start:end] for start, end in zip([0, *(end + 1 for end in policy)], policy, strict=False)]
-    if any(has_image_parts(message["content"]) for messages in said[1:] for message in messages):
+    before_turns = [
+        conversation[start:end] for start, end in zip([0, *(end + 1 for end in policy)], policy, strict=False)
+    ]
+    if any(has_image_parts(message["content"]) for messages in before_turns[1:] for message in messages):
         raise UnsupportedError(
             f"advantage estimator 'gigpo' compares turns by the texts before them, and in row {row} the environment "
             "has shown an image. Describe the state in text, or use grpo_per_turn."
         )
     return [
         tuple(json.dumps([message["role"], message["content"]], sort_keys=True) for message in messages)
-        for messages in said
+        for messages in before_turns
     ]

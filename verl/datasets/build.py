@@ -93,8 +93,8 @@ def create_sft_dataset(
         )
     default = SFTDataset if data_config.prompt_key else MultiTurnSFTDataset
     create = _dataset_class(data_config.custom_cls, default)
-    of_images = {} if processor is None else {"processor": processor}
-    return create(data_paths, tokenizer=tokenizer, config=data_config, max_samples=max_samples, **of_images)
+    image_arguments = {} if processor is None else {"processor": processor}
+    return create(data_paths, tokenizer=tokenizer, config=data_config, max_samples=max_samples, **image_arguments)
 
 
 def create_rm_dataset(
@@ -110,8 +110,8 @@ def create_rm_dataset(
     the model takes images. ``max_samples=-1`` keeps all pairs.
     """
     create = _dataset_class(data_config.custom_cls, RMDataset)
-    of_images = {} if processor is None else {"processor": processor}
-    return create(data_paths, tokenizer=tokenizer, config=data_config, max_samples=max_samples, **of_images)
+    image_arguments = {} if processor is None else {"processor": processor}
+    return create(data_paths, tokenizer=tokenizer, config=data_config, max_samples=max_samples, **image_arguments)
 
 
 def create_rl_sampler(data_config: BaseConfig | Mapping[str, object], dataset: Dataset) -> Sampler[int]:

@@ -77,11 +77,11 @@ def as_messages(prompt: object, where: str, with_images: bool = False) -> list[M
     for index, message in enumerate(prompt):
         if not isinstance(message, Mapping):
             raise DataError(f"{where}: message {index} is {shown(message)}. {expected}")
-        kept = {key: value for key, value in message.items() if value is not None or key == "content"}
-        if not isinstance(kept.get("role"), str):
+        fields = {key: value for key, value in message.items() if value is not None or key == "content"}
+        if not isinstance(fields.get("role"), str):
             raise DataError(f"{where}: message {index} has no role: {shown(message)}. {expected}")
         here = f"{where}: message {index}"
-        messages.append(kept | {"content": _content(kept, here, with_images)})
+        messages.append(fields | {"content": _content(fields, here, with_images)})
     return messages
 
 
@@ -149,7 +149,7 @@ def render(messages: list[Message], tokenizer: Any, where: str, **template_kwarg
     refuse messages (for roles in a wrong order, for example); the ``DataError`` then names ``place``.
     """
     if any(message.get("tool_calls") for message in messages):
-        messages = TemplateForms.of(tokenizer).adapted(messages)
+        messages = TemplateForms.from_tokenizer(tokenizer).adapted(messages)
     with refusals(messages, where):
         return tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
 
@@ -248,7 +248,7 @@ def truncate(items: list[T], max_length: int, truncation: Truncation, where: str
 
 
 def common_prefix_length(a: Sequence[object], b: Sequence[object]) -> int:
-    """How many first items two sequences share."""
+    """Return the number of leading items that two sequences share."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -267,5 +267,5 @@ def extract_system_prompt_and_generation(
         settings: dict[str, Any] = {"add_generation_prompt": opened} | apply_chat_template_kwargs
         return normalize_token_ids(tokenizer.apply_chat_template([message] * count, tokenize=True, **settings))
 
-    one, two, opened = ids(1, False), ids(2, False), ids(1, True)
-    return one[: len(one) - (len(two) - len(one))], opened[len(one) :]
+    single, double, opened = ids(1, False), ids(2, False), ids(1, True)
+    return single[: len(single) - (len(double) - len(single))], opened[len(single) :]

@@ -60,7 +60,7 @@ KINDS: Mapping[str, tuple[str, str]] = {
         "Leave it where the message speaks of the token; it does not act as one, as the chat template writes those.",
     ),
 }
-"""What is said of each kind of row, and the remedy."""
+"""Description of each kind of row for the log, and the remedy."""
 
 
 class ContentChecks:
@@ -80,8 +80,8 @@ class ContentChecks:
         special = sorted(special | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         self._count = 0
-        self._found: dict[str, list[tuple[str, str]]] = {}
-        self._told: set[str] = set()
+        self._examples: dict[str, list[tuple[str, str]]] = {}
+        self._reported: set[str] = set()
 
     def prompt(self, messages: Sequence[Message], where: str) -> None:
         """Look at the messages that a model is to answer; ``place`` is file and row."""
@@ -100,21 +100,21 @@ class ContentChecks:
 
     def add(self, kind: str, where: str, example: str = "") -> None:
         """Note a row of one of ``KINDS``."""
-        self._found.setdefault(kind, []).append((where, example))
+        self._examples.setdefault(kind, []).append((where, example))
 
     def report(self) -> None:
         """Warn of each kind that was found and not reported before."""
-        for kind in [kind for kind in self._found if kind not in self._told]:
-            self._told.add(kind)
+        for kind in [kind for kind in self._examples if kind not in self._reported]:
+            self._reported.add(kind)
             logger.warning("%s", self._described(kind))
 
     def refuse(self, kind: str) -> None:
         """Raise DataError if rows of one of ``KINDS`` were found."""
-        if kind in self._found:
+        if kind in self._examples:
             raise DataError(self._described(kind))
 
     def _described(self, kind: str) -> str:
-        (what, remedy), finds = KINDS[kind], self._found[kind]
+        (what, remedy), finds = KINDS[kind], self._examples[kind]
         shown = [where + (f" ({example})" if example else "") for where, example in finds[:EXAMPLES]]
         more = ", ..." if len(finds) > EXAMPLES else ""
         return f"{len(finds)} of {self._count} {self.rows} {what}: {'; '.join(shown)}{more}. {remedy}"

@@ -40,8 +40,8 @@ class DifficultyCurriculum(BatchSampler, AbstractCurriculumSampler):
         self.config = data_config.curriculum
         self.successes = np.zeros(len(data_source))
         self.trials = np.zeros(len(data_source))
-        self.drawn = np.zeros(len(data_source), dtype=np.int64)
-        """(rows,) number of the batch that drew a row last, counted from 1; 0 means never."""
+        self.last_batch = np.zeros(len(data_source), dtype=np.int64)
+        """(rows,) number of the batch that used a row last, counted from 1; 0 means never."""
 
     @property
     def success_rates(self) -> np.ndarray:
@@ -65,13 +65,13 @@ class DifficultyCurriculum(BatchSampler, AbstractCurriculumSampler):
         generator = np.random.default_rng([self.seed, self.batches])
         # The smallest of exponential variables with rates w are a sample by weight w without replacement
         # (Efraimidis and Spirakis 2006); computed with logarithms, as small weights would underflow.
-        keys = np.log(generator.exponential(size=len(self.drawn))) - self._log_weights()
+        keys = np.log(generator.exponential(size=len(self.last_batch))) - self._log_weights()
         batches_per_epoch = max(1, len(self.dataset) // self.batch_size)
-        waited = self.batches + 1 - self.drawn
+        waited = self.batches + 1 - self.last_batch
         is_due = waited > self.config.revisit_epochs * batches_per_epoch
         order = np.lexsort((keys, np.where(is_due, -waited, 0)))
         rows = order[: self.batch_size]
-        self.drawn[rows] = self.batches + 1
+        self.last_batch[rows] = self.batches + 1
         return rows.tolist()
 
     def update(self, batch: DataProto) -> None:
@@ -107,20 +107,20 @@ class DifficultyCurriculum(BatchSampler, AbstractCurriculumSampler):
         return {
             "successes": torch.from_numpy(self.successes.copy()),
             "trials": torch.from_numpy(self.trials.copy()),
-            "drawn": torch.from_numpy(self.drawn.copy()),
+            "drawn": torch.from_numpy(self.last_batch.copy()),
         }
 
     def restore(self, progress: dict[str, Any]) -> None:
         """Restore a saved :meth:`progress`."""
         self.successes = progress["successes"].numpy().copy()
         self.trials = progress["trials"].numpy().copy()
-        self.drawn = progress["drawn"].numpy().copy()
+        self.last_batch = progress["drawn"].numpy().copy()
 
     def _grow(self) -> None:
         """Extend the arrays for new rows of a growing data set, whose waiting time starts now."""
-        require_rows(self.dataset, len(self.drawn))
-        more = len(self.dataset) - len(self.drawn)
+        require_rows(self.dataset, len(self.last_batch))
+        more = len(self.dataset) - len(self.last_batch)
         if more:
             self.successes = np.append(self.successes, np.zeros(more))
             self.trials = np.append(self.trials, np.zeros(more))
-            self.drawn = np.append(self.drawn, np.full(more, self.batches))
+            self.last_batch = np.append(self.last_batch, np.full(more, self.batches))

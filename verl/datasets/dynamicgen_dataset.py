@@ -84,13 +84,13 @@ class DynamicGenDataset(RLHFDataset):
         complete = False
         try:
             self.images.refuse_media(self.generated)
-            kept = self._usable(numbers)
+            usable = self._usable(numbers)
             complete = True
         finally:
             if not complete:
                 self.generated.shorten(before)
-        self.rows = self.rows + kept
-        logger.info("generated %d rows, kept %d; %d rows now", len(numbers), len(kept), len(self))
+        self.rows = self.rows + usable
+        logger.info("generated %d rows, kept %d; %d rows now", len(numbers), len(usable), len(self))
 
     def state_dict(self) -> dict[str, object]:
         """The generated rows, which of them passed the filter, and the generator's state."""

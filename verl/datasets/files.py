@@ -50,14 +50,14 @@ class DataFile:
     def __len__(self) -> int:
         return len(self._rows) if self._table is None else self._table.num_rows
 
-    def row(self, number: int) -> Row:
-        """Row ``number`` (from 0) as a new dict."""
+    def row(self, row_index: int) -> Row:
+        """Return a row, counted from 0, as a new dict."""
         if self._table is None:
-            return dict(self._rows[number])
+            return dict(self._rows[row_index])
         try:
-            row = self._table.slice(number, 1).to_pylist()[0]
+            row = self._table.slice(row_index, 1).to_pylist()[0]
         except UnicodeDecodeError as error:
-            raise _not_text(self.path, number, error) from error
+            raise _not_text(self.path, row_index, error) from error
         return row | {name: self._without_nulls(name, row[name]) for name in self._with_objects}
 
     def column(self, name: str) -> Iterator[Any]:
@@ -218,10 +218,10 @@ def refuse_media(files: Iterable[DataFile], columns: Iterable[str], why_not: str
                     )
 
 
-def require_columns(files: Sequence[DataFile], wanted: dict[str, str]) -> None:
+def require_columns(files: Sequence[DataFile], sources: dict[str, str]) -> None:
     """Check that every file has the columns, given as column name to setting: ``{"prompt": "prompt_key"}``."""
     for file in files:
-        for column, source in wanted.items():
+        for column, source in sources.items():
             if column not in file.columns:
                 remedy = (
                     f"Set {source} to the column that holds it, or rename the column."
@@ -249,8 +249,8 @@ def choose_rows(files: Sequence[DataFile], max_samples: int, shuffle: bool, seed
         return rows[:max_samples]
     import numpy as np
 
-    chosen = np.random.default_rng(1 if seed is None else seed).choice(len(rows), size=max_samples, replace=False)
-    return [rows[row_index] for row_index in chosen]
+    indices = np.random.default_rng(1 if seed is None else seed).choice(len(rows), size=max_samples, replace=False)
+    return [rows[row_index] for row_index in indices]
 
 
 def _expand(name: str, setting: str) -> list[Path]:
@@ -296,7 +296,7 @@ def _read_parquet(path: Path) -> Any:
 
 
 def _has_objects(kind: Any) -> bool:
-    """Whether values of an Arrow type hold objects with keys."""
+    """Return whether values of an Arrow type hold objects with keys."""
     import pyarrow as pa
 
     if not pa.types.is_nested(kind):

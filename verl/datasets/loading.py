@@ -141,7 +141,7 @@ def skip_batches(loader: Any, count: int) -> int:
 
 
 def _is_loss(error: Exception, loader: Any) -> bool:
-    """Whether ``error`` means a lost process; PyTorch marks exceptions raised by the data set with "Caught "."""
+    """Return whether ``error`` means a lost process; PyTorch marks exceptions raised by the data set with "Caught "."""
     if loader.num_workers == 0 or str(error).startswith("Caught "):
         return False
     return not isinstance(error, RuntimeError) or "DataLoader worker (pid" in str(error)

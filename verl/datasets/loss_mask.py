@@ -51,7 +51,7 @@ def require_turn_ends(tokenizer: PreTrainedTokenizerBase) -> None:
     Raises:
         ConfigError: it does not.
     """
-    forms = TemplateForms.of(tokenizer)
+    forms = TemplateForms.from_tokenizer(tokenizer)
     if not forms.ends_turns and not all(forms.next_tokens):
         raise ConfigError(
             f"the chat template of '{tokenizer.name_or_path}' writes no token of this tokenizer at the end of the "
@@ -69,7 +69,7 @@ def render_conversation(
     """
     text = render(messages, tokenizer, where, **template_kwargs)
     is_turn = messages[-1]["role"] == "assistant"
-    return text + TemplateForms.of(tokenizer).next_token(messages[-1]) if is_turn else text
+    return text + TemplateForms.from_tokenizer(tokenizer).next_token(messages[-1]) if is_turn else text
 
 
 def mask_assistant(
@@ -91,16 +91,16 @@ def mask_assistant(
         first: number of the first message whose turn may be trained on; earlier ones are context.
         template_kwargs: template variables: tools, enable_thinking, ...
     """
-    whole = render_conversation(messages, tokenizer, row_name, **template_kwargs)
-    ids = encode(whole, tokenizer)
+    rendered = render_conversation(messages, tokenizer, row_name, **template_kwargs)
+    ids = encode(rendered, tokenizer)
     mask = [0] * len(ids)
-    for index, start, stop in _trained_turns(messages, whole, tokenizer, row_name, strict, first, template_kwargs):
+    for index, start, stop in _trained_turns(messages, rendered, tokenizer, row_name, strict, first, template_kwargs):
         where = f"{row_name}: message {index}"
-        lost = _lost_text(messages[index], whole[start:stop], tokenizer) if strict else ""
+        lost = _lost_text(messages[index], rendered[start:stop], tokenizer) if strict else ""
         if lost:
             raise DataError(f"{where}: the chat template leaves {lost} out of this turn. {REWRITTEN}")
-        begin = _tokens_of_prefix(whole[:start], ids, tokenizer, where, strict)
-        end = _tokens_of_prefix(whole[:stop], ids, tokenizer, where, strict)
+        begin = _tokens_of_prefix(rendered[:start], ids, tokenizer, where, strict)
+        end = _tokens_of_prefix(rendered[:stop], ids, tokenizer, where, strict)
         mask[begin:end] = [1] * (end - begin)
     return ids, mask
 
@@ -121,22 +121,22 @@ def lost_text(
     texts = [list(_texts(message)) for message in messages[first:] if message["role"] == "assistant"]
     if all(len(fields) < 2 and "</think>" not in text for fields in texts for _, text in fields):
         return ""
-    whole = render_conversation(messages, tokenizer, row_name, **template_kwargs)
-    turns = _trained_turns(messages, whole, tokenizer, row_name, strict, first, template_kwargs)
-    losses = ((index, _lost_text(messages[index], whole[start:stop], tokenizer)) for index, start, stop in turns)
+    rendered = render_conversation(messages, tokenizer, row_name, **template_kwargs)
+    turns = _trained_turns(messages, rendered, tokenizer, row_name, strict, first, template_kwargs)
+    losses = ((index, _lost_text(messages[index], rendered[start:stop], tokenizer)) for index, start, stop in turns)
     return next((f"message {index}: {lost}" for index, lost in losses if lost), "")
 
 
 def _trained_turns(
     messages: list[Message],
-    whole: str,
+    rendered: str,
     tokenizer: PreTrainedTokenizerBase,
     row_name: str,
     strict: bool,
     first: int,
     template_kwargs: dict[str, object],
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the number of each message to train on, and where its turn begins and ends in the rendered whole."""
+    """Yield the index of each message to train on, and the start and end of its turn in the rendered conversation."""
     cursor = 0
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -145,8 +145,8 @@ def _trained_turns(
         counts = index >= first and is_trained(message, where)
         if strict and not counts:
             continue  # later turns are found by their prompts alone, and templates may write this one otherwise
-        start = _turn_start(messages[:index], whole, cursor, tokenizer, where, strict, template_kwargs)
-        cursor = _turn_end(messages[: index + 1], whole, start, tokenizer, where, template_kwargs)
+        start = _turn_start(messages[:index], rendered, cursor, tokenizer, where, strict, template_kwargs)
+        cursor = _turn_end(messages[: index + 1], rendered, start, tokenizer, where, template_kwargs)
         if counts:
             yield index, start, cursor
 
@@ -189,7 +189,7 @@ def _squeezed(text: str) -> str:
 
 
 def is_trained(message: Message, where: str) -> bool:
-    """Whether a message of the assistant is trained on: what its :data:`SWITCHES` say, and by default yes.
+    """Return whether a message of the assistant is trained on: its :data:`SWITCHES` decide; by default it is.
 
     Raises:
         DataError: a switch has another value or spelling, or two of them differ.
@@ -239,7 +239,7 @@ def require_learnable(messages: list[Message], where: str) -> None:
 
 def _turn_start(
     before: list[Message],
-    whole: str,
+    rendered: str,
     cursor: int,
     tokenizer: PreTrainedTokenizerBase,
     where: str,
@@ -247,31 +247,31 @@ def _turn_start(
     kwargs: dict[str, object],
 ) -> int:
     prompt = render(before, tokenizer, where, add_generation_prompt=True, **kwargs)
-    if whole.startswith(prompt) and len(prompt) >= cursor:
+    if rendered.startswith(prompt) and len(prompt) >= cursor:
         return len(prompt)
     if strict:
-        common = common_prefix_length(whole, prompt)
+        common = common_prefix_length(rendered, prompt)
         raise DataError(
             f"{where}: the chat template renders the prompt of this turn differently from the whole conversation. "
-            f"They differ at {prompt[common : common + 40]!r} and {whole[common : common + 40]!r}. The model would be "
-            f"trained on a context that it never sees. {REWRITTEN}"
+            f"They differ at {prompt[common : common + 40]!r} and {rendered[common : common + 40]!r}. The model would "
+            f"be trained on a context that it never sees. {REWRITTEN}"
         )
-    asked = render(before, tokenizer, where, **kwargs)
-    header = prompt[len(asked) :]
+    context = render(before, tokenizer, where, **kwargs)
+    header = prompt[len(context) :]
     # A template may put an empty thought into the header that it omits from finished turns: try the first line alone.
-    positions = {text: whole.find(text, cursor) for text in (header, header.split("\n")[0] + "\n") if text.strip()}
+    positions = {text: rendered.find(text, cursor) for text in (header, header.split("\n")[0] + "\n") if text.strip()}
     places = [(at, -len(text)) for text, at in positions.items() if at >= 0]
     # The thought may start on the first line, right after the token that opens the turn.
     opening = max((token for token in added_tokens(tokenizer) if header.startswith(token)), key=len, default="")
-    if not places and opening and (at := whole.find(opening, cursor)) >= 0:
+    if not places and opening and (at := rendered.find(opening, cursor)) >= 0:
         return at + len(opening)
     if places:
         at, length = min(places)  # the earliest match; of two at one place the longer
         return at - length
     # A template without headers begins the turn after the token that ends the prompt, the same one of its kind.
-    ending, position = _token_at_end(asked.rstrip(), tokenizer), -1
-    for _ in range(asked.count(ending) if ending else 0):
-        position = whole.find(ending, position + 1)
+    ending, position = _token_at_end(context.rstrip(), tokenizer), -1
+    for _ in range(context.count(ending) if ending else 0):
+        position = rendered.find(ending, position + 1)
         if position < 0:
             break
     if position >= cursor:
@@ -283,33 +283,37 @@ def _turn_start(
 
 def _turn_end(
     through: list[Message],
-    whole: str,
+    rendered: str,
     start: int,
     tokenizer: PreTrainedTokenizerBase,
     where: str,
     kwargs: dict[str, object],
 ) -> int:
     closed = render(through, tokenizer, where, **kwargs)
-    forms = TemplateForms.of(tokenizer)
+    forms = TemplateForms.from_tokenizer(tokenizer)
     if not forms.ends_turns:
         # Only an earlier turn may be written otherwise once later ones follow, so a token of the next message is there.
-        found = [position for token in forms.next_tokens if token and (position := whole.find(token, start)) >= 0]
-        position = len(closed) if whole.startswith(closed) else min(found, default=len(whole))
-        return position + len(next((token for token in forms.next_tokens if whole.startswith(token, position)), ""))
+        positions = [
+            position for token in forms.next_tokens if token and (position := rendered.find(token, start)) >= 0
+        ]
+        position = len(closed) if rendered.startswith(closed) else min(positions, default=len(rendered))
+        return position + len(next((token for token in forms.next_tokens if rendered.startswith(token, position)), ""))
     stripped = closed.rstrip()
     mark = _token_at_end(stripped, tokenizer)
-    if whole.startswith(closed):
+    if rendered.startswith(closed):
         return len(stripped) if mark else len(closed)
     turn = stripped.removesuffix(mark)
-    if whole.startswith(turn) and len(turn.rstrip()) > start:
+    if rendered.startswith(turn) and len(turn.rstrip()) > start:
         # The mark ends the conversation only: behind the turn's own mark (<|endoftext|>), or in its place (<|return|>).
         if _token_at_end(turn.rstrip(), tokenizer):
             return len(turn.rstrip())
-        end_token = max((token for token in added_tokens(tokenizer) if whole.startswith(token, len(turn))), default="")
+        end_token = max(
+            (token for token in added_tokens(tokenizer) if rendered.startswith(token, len(turn))), default=""
+        )
         if end_token:
             return len(turn) + len(end_token)
     # Templates may render earlier turns differently once later ones follow (without thoughts), but keep the end mark.
-    position = whole.find(mark, start) if mark else -1
+    position = rendered.find(mark, start) if mark else -1
     if position < 0:
         raise DataError(f"{where}: the end of this turn is not in the conversation as the template writes it.")
     return position + len(mark)
@@ -321,7 +325,7 @@ def _token_at_end(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _tokens_of_prefix(text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase, where: str, strict: bool) -> int:
-    """How many of ``ids`` belong to ``text``, a prefix of the conversation."""
+    """Return how many of ``ids`` belong to ``text``, a prefix of the conversation."""
     beginning = encode(text, tokenizer)
     if strict and ids[: len(beginning)] != beginning:
         first = common_prefix_length(ids, beginning)

@@ -63,16 +63,16 @@ class WeightedSources(BatchSampler):
         self.streams = {name: dict(stream) for name, stream in progress.items()}
 
     def _next(self, name: str, count: int) -> list[int]:
-        stream, taken = self.streams[name], []
-        while len(taken) < count:
+        stream, drawn_rows = self.streams[name], []
+        while len(drawn_rows) < count:
             if stream["yielded"] == stream["length"]:
                 self._read_sources()  # a growing data set may have new rows
                 stream.update(epoch=stream["epoch"] + 1, yielded=0, length=len(self.rows[name]))
             rows = self._order(name, stream["epoch"], stream["length"])
-            part = rows[stream["yielded"] : stream["yielded"] + count - len(taken)]
+            part = rows[stream["yielded"] : stream["yielded"] + count - len(drawn_rows)]
             stream["yielded"] += len(part)
-            taken += part
-        return taken
+            drawn_rows += part
+        return drawn_rows
 
     def _order(self, name: str, epoch: int, length: int) -> list[int]:
         which, order = self._orders.get(name, (None, []))

@@ -237,9 +237,9 @@ class MultiTurnSFTDataset(Dataset):
         length = len(pairs) if self.pad_mode == "no_padding" else self.max_length
         padded = right_pad(columns[:, 0], columns[:, 1], length, self.tokenizer.pad_token_id)
         if self.images.maker is not None:
-            made = dict(self.images.columns(images, [int(token) for token in columns[:, 0]], where))
-            padded["position_ids"] = right_padded(made.pop("positions"), length)
-            padded["multi_modal_inputs"] = SharedTensors(made)
+            image_columns = dict(self.images.columns(images, [int(token) for token in columns[:, 0]], where))
+            padded["position_ids"] = right_padded(image_columns.pop("positions"), length)
+            padded["multi_modal_inputs"] = SharedTensors(image_columns)
         return padded
 
     def place(self, item: int) -> str:
@@ -260,7 +260,7 @@ class MultiTurnSFTDataset(Dataset):
     def row_images(self, item: int) -> RowImages:
         """The images of an item, as they were measured when the files were opened."""
         where, row = self._locate(item)
-        return self.images.of_row(self.rows[item], self.conversation(row, where))
+        return self.images.read_counts(self.rows[item], self.conversation(row, where))
 
     def _sequence(self, item: int) -> tuple[list[int], list[int], list[Picture]]:
         """Token ids and loss mask before truncation, and the decoded images."""
@@ -284,20 +284,20 @@ class MultiTurnSFTDataset(Dataset):
         return f"{self.files[file].path}, row {row_index}", self.files[file].row(row_index)
 
     def _template_kwargs(self, row: Row, where: str) -> dict[str, Any]:
-        of_row = row_template_kwargs(row, self.tools_key, self.enable_thinking_key, self.tokenizer, where)
-        return self.apply_chat_template_kwargs | of_row
+        row_kwargs = row_template_kwargs(row, self.tools_key, self.enable_thinking_key, self.tokenizer, where)
+        return self.apply_chat_template_kwargs | row_kwargs
 
     def _check_conversations(self) -> None:
         """Check the messages of every row, and the lengths of those that are not cut; leave out broken images."""
         cuts = self.truncation != "error"
         checks = ContentChecks(self.tokenizer, "conversations")
-        kept: list[tuple[int, int]] = []
+        usable: list[tuple[int, int]] = []
         must_fit: list[str] = []
         texts: list[str] = []
         added: list[int] = []
         measured = self.images.measured(self._conversations(checks), DECODERS, self.max_length)
         for row_id, conversation, image_tokens in measured:
-            kept.append(row_id)
+            usable.append(row_id)
             if not cuts or conversation.images:
                 where, row = self._at(row_id)
                 must_fit.append(where)
@@ -307,7 +307,7 @@ class MultiTurnSFTDataset(Dataset):
         if not self.ignore_input_ids_mismatch:
             checks.refuse("lost text")
         checks.report()
-        self.rows = kept
+        self.rows = usable
         limit = self.max_length
         lengths = [sum(n) for n in zip(token_lengths(texts, self.tokenizer), added, strict=True)]
         too_long = [(n, where) for n, where in zip(lengths, must_fit, strict=True) if n > limit]

@@ -70,11 +70,11 @@ class PromptImages:
     """
 
     def __init__(self, processor: ProcessorMixin | None, image_key: str, video_key: str) -> None:
-        self.maker = ImagePrompts.of(processor)
+        self.maker = ImagePrompts.from_processor(processor)
         self._kinds = {image_key: "image", video_key: "video"}
         self.image_key, self.video_key = image_key, video_key
         self.broken: list[str] = []
-        """What is wrong with each row that was left out."""
+        """Fault of each row that was left out."""
         self._tokens: dict[object, list[int]] = {}
         """Tokens of each image of the rows with images, by the row's number."""
         self._reader = type(processor).__name__ if processor is not None else None
@@ -209,7 +209,7 @@ class PromptImages:
                 *(len(bare), total, " or ".join(PLACEHOLDERS.values()), bare[0], self.image_key, self.video_key),
             )
 
-    def of_row(self, row_id: object, prompt: ImagePrompt) -> RowImages:
+    def read_counts(self, row_id: object, prompt: ImagePrompt) -> RowImages:
         """Return what :meth:`measured` found of a row."""
         digest = hashlib.blake2b(repr(prompt.images).encode(), digest_size=16).hexdigest() if prompt.images else ""
         return RowImages(self._tokens.get(row_id, []), digest)

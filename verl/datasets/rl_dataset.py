@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OF_DATA = (
+DATA_COLUMNS = (
     "data_source",
     "ability",
     "reward_model",
@@ -79,7 +79,7 @@ OF_DATA = (
 """Columns of a batch that may come from a file."""
 FOR_AGENTS = ("tools_kwargs", "interaction_kwargs", "environment_kwargs")
 """Columns for agent loops, from ``extra_info`` or a column of the file; carried along."""
-MADE_HERE = {*COLUMNS, "raw_prompt_ids", "full_prompts", "reward_status"} - set(OF_DATA)
+MADE_HERE = {*COLUMNS, "raw_prompt_ids", "full_prompts", "reward_status"} - set(DATA_COLUMNS)
 """Columns that a run makes itself, and would otherwise find with the file's values."""
 UNKNOWN_SOURCE = "unknown"
 DEFAULT_PATCH_SIZE = 14
@@ -171,12 +171,12 @@ class RLHFDataset(Dataset):
 
     @functools.cached_property
     def images(self) -> PromptImages:
-        """What reads the images of the rows."""
+        """Return the reader of the rows' images."""
         return PromptImages(self.processor, self.image_key, self.video_key)
 
     @functools.cached_property
     def checks(self) -> ContentChecks:
-        """What is told about the prompts."""
+        """Return the collector of warnings about the prompts."""
         return ContentChecks(self.tokenizer, "prompts")
 
     @functools.cached_property
@@ -284,9 +284,9 @@ class RLHFDataset(Dataset):
         ids = truncate(ids, longest, truncation, f"{where}: the prompt", "max_prompt_length")
         row.update(left_pad(ids, longest, self.tokenizer.pad_token_id))
         if self.images.maker is not None:
-            made = dict(self.images.columns(images, ids, where))
-            row["position_ids"] = left_padded(made.pop("positions"), longest)
-            row["multi_modal_inputs"] = SharedTensors(made)
+            image_columns = dict(self.images.columns(images, ids, where))
+            row["position_ids"] = left_padded(image_columns.pop("positions"), longest)
+            row["multi_modal_inputs"] = SharedTensors(image_columns)
         if self.return_raw_chat:
             row["raw_prompt"] = prompt.messages
         if self.settings.return_raw_input_ids:
@@ -307,14 +307,14 @@ class RLHFDataset(Dataset):
         if not {config.tools_key, config.enable_thinking_key}.intersection(self.files[file].columns):
             return self.apply_chat_template_kwargs
         where, source = self._place(row), self.files[file].row(row_index)
-        of_row = row_template_kwargs(source, config.tools_key, config.enable_thinking_key, self.tokenizer, where)
-        if "tools" in of_row and "tools" in self.apply_chat_template_kwargs:
+        row_kwargs = row_template_kwargs(source, config.tools_key, config.enable_thinking_key, self.tokenizer, where)
+        if "tools" in row_kwargs and "tools" in self.apply_chat_template_kwargs:
             raise DataError(
                 f"{where} has {config.tools_key}, but the prompts already show the tools of the run "
                 "(tool_config_path, function_tool_path, or apply_chat_template_kwargs.tools). Remove one of the "
                 "two; tools_key=null ignores the column."
             )
-        return self.apply_chat_template_kwargs | of_row
+        return self.apply_chat_template_kwargs | row_kwargs
 
     def _expanded(self, ids: list[int], counts: list[int]) -> list[int]:
         assert self.images.maker is not None
@@ -334,7 +334,7 @@ class RLHFDataset(Dataset):
 
     def row_images(self, item: int) -> RowImages:
         """The images of an item, as they were measured when the files were opened."""
-        return self.images.of_row(self.rows[item], self._prompt(self.source_row(item), self.place(item)))
+        return self.images.read_counts(self.rows[item], self._prompt(self.source_row(item), self.place(item)))
 
     def place(self, item: int) -> str:
         """File and row of an item, for error messages."""
@@ -372,9 +372,9 @@ class RLHFDataset(Dataset):
         """The data source of every item, in order."""
         return [value or UNKNOWN_SOURCE for value in self.source_column(self.settings.reward_fn_key)]
 
-    def require_columns(self, wanted: dict[str, str]) -> None:
+    def require_columns(self, sources: dict[str, str]) -> None:
         """Check that every file has the columns; see :func:`verl.datasets.files.require_columns`."""
-        require_columns(self.files, wanted)
+        require_columns(self.files, sources)
 
     def _side_columns(self, item: int, source: Row) -> Row:
         row = dict.fromkeys(self.columns) | source
@@ -393,9 +393,9 @@ class RLHFDataset(Dataset):
 
     def _refuse_unusable_columns(self) -> None:
         for file in self.files:
-            taken = [name for name in file.columns if name in MADE_HERE and name != self.prompt_key]
-            if taken:
-                raise DataError(f"{file.path} has columns that a run makes itself: {', '.join(taken)}. Rename them.")
+            reserved = [name for name in file.columns if name in MADE_HERE and name != self.prompt_key]
+            if reserved:
+                raise DataError(f"{file.path} has columns that a run makes itself: {', '.join(reserved)}. Rename them.")
             self.images.refuse_media(file)
 
     def _place(self, row: tuple[int, int]) -> str:
@@ -445,9 +445,9 @@ class RLHFDataset(Dataset):
 
     def _usable(self, rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Check the prompts of ``rows`` (pairs of file number and row number); return those that the filter keeps."""
-        kept = self._fitting(rows)
+        usable = self._fitting(rows)
         self.checks.report()
-        return kept
+        return usable
 
     def _fitting(self, rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
         self._check_side_columns(rows)
@@ -564,6 +564,6 @@ def check_item(item: object, dataset: str) -> None:
             "input_ids, attention_mask and position_ids, int64 tensors padded on the left to one length: "
             "verl.utils.dataset.rl_dataset.left_pad makes them from token ids."
         )
-    made = {*MADE_HERE} - {*names, "raw_prompt", "raw_prompt_ids", "full_prompts", "row_index", "dummy_tensor"}
-    if taken := sorted(made & set(item)):
-        raise DataError(f"{dataset}: an item has {', '.join(taken)}, which the run makes itself. Rename it.")
+    run_columns = {*MADE_HERE} - {*names, "raw_prompt", "raw_prompt_ids", "full_prompts", "row_index", "dummy_tensor"}
+    if reserved := sorted(run_columns & set(item)):
+        raise DataError(f"{dataset}: an item has {', '.join(reserved)}, which the run makes itself. Rename it.")

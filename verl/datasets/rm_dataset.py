@@ -131,9 +131,9 @@ class RMDataset(Dataset):
         ]
         columns: Item = {key: torch.stack([side[key] for side in padded]) for key in padded[0]}
         if (maker := self.images.maker) is not None:
-            made = maker.inputs(images, self.place(item))
-            positions = [right_padded(maker.positions(ids, made), length) for ids, _ in (chosen, rejected)]
-            columns |= {"position_ids": torch.stack(positions), "multi_modal_inputs": SharedTensors(made)}
+            inputs = maker.inputs(images, self.place(item))
+            positions = [right_padded(maker.positions(ids, inputs), length) for ids, _ in (chosen, rejected)]
+            columns |= {"position_ids": torch.stack(positions), "multi_modal_inputs": SharedTensors(inputs)}
         return columns
 
     def place(self, item: int) -> str:
@@ -164,17 +164,17 @@ class RMDataset(Dataset):
         if self.images.maker is None:
             return make_pair(row, self.settings, where), {}
         config = self.settings
-        of_prompt: Media | None = None
+        prompt_media: Media | None = None
         # The first of them has the prompt.
         for key in filter(None, (config.prompt_key, config.chosen_key, config.rejected_key)):
             row[key], media = self.images.with_placeholders(row.get(key), row, f"{where}, {key}")
-            of_prompt = media if of_prompt is None else of_prompt
-            if any(items and items != of_prompt[kind] for kind, items in media.items()):
+            prompt_media = media if prompt_media is None else prompt_media
+            if any(items and items != prompt_media[kind] for kind, items in media.items()):
                 raise DataError(
                     f"{where}, {key}: it has an image or a video that the prompt does not have. Put them into the "
                     "prompt, which both sides share; a response is text."
                 )
-        return make_pair(row, config, where), of_prompt or {}
+        return make_pair(row, config, where), prompt_media or {}
 
     def _opened(self, item: int) -> Pair:
         """The pair with the frames of its videos chosen."""
@@ -192,8 +192,8 @@ class RMDataset(Dataset):
 
     def _template_kwargs(self, row: Row, where: str) -> dict[str, object]:
         config = self.settings
-        of_row = row_template_kwargs(row, config.tools_key, config.enable_thinking_key, self.tokenizer, where)
-        return self.template_kwargs | of_row
+        row_kwargs = row_template_kwargs(row, config.tools_key, config.enable_thinking_key, self.tokenizer, where)
+        return self.template_kwargs | row_kwargs
 
     def sequences(self, item: int) -> tuple[Side, Side]:
         """Token ids and loss mask of the chosen and of the rejected side, before truncation."""
@@ -201,7 +201,7 @@ class RMDataset(Dataset):
 
     def row_images(self, item: int) -> RowImages:
         """The images of an item, as they were measured when the files were opened."""
-        return self.images.of_row(self.rows[item], _prompt_of(self.pair(item)))
+        return self.images.read_counts(self.rows[item], _prompt_of(self.pair(item)))
 
     def _sequences(self, item: int) -> tuple[Side, Side, list[Picture]]:
         """Both sides before truncation, and the decoded images."""
@@ -255,8 +255,8 @@ class RMDataset(Dataset):
         cut = []
         for ids, mask in (chosen, rejected):
             last = len(mask) - 1 - mask[::-1].index(1)  # the end-of-turn token
-            kept = min(limit, last)  # also a side that fits loses it, so that neither looks finished
-            cut.append((ids[:kept], mask[:kept]))
+            length = min(limit, last)  # also a side that fits loses it, so that neither looks finished
+            cut.append((ids[:length], mask[:length]))
         begins = [mask.index(1) if 1 in mask else None for _, mask in cut]
         if None in begins or cut[0][0] == cut[1][0]:
             why = "nothing is left of a response" if None in begins else "the two responses agree so far"
@@ -278,7 +278,7 @@ class RMDataset(Dataset):
         texts: list[str] = []
         added: list[int] = []
         with_images: list[bool] = []
-        kept: list[tuple[int, int]] = []
+        usable: list[tuple[int, int]] = []
         checks = ContentChecks(self.tokenizer, "pairs")
         measured = self.images.measured(self._prompts(checks, pairs), DECODERS, self.settings.max_length)
         for row, prompt, image_tokens in measured:
@@ -290,11 +290,11 @@ class RMDataset(Dataset):
             texts += sides
             added.append(image_tokens)
             with_images.append(bool(prompt.images))
-            kept.append(row)
+            usable.append(row)
         if not self.settings.ignore_input_ids_mismatch:
             checks.refuse("lost text")
         checks.report()
-        self.rows = kept
+        self.rows = usable
         lengths = token_lengths(texts, self.tokenizer)
         longest = [max(lengths[2 * item : 2 * item + 2]) + more for item, more in enumerate(added)]
         limit, cuts = self.settings.max_length, self.settings.truncation != "error"

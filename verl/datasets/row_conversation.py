@@ -1,4 +1,4 @@
-"""What a row of a file says of a conversation: its messages, the tools of the model, and whether the model thinks."""
+"""Conversation of a row of a file: its messages, the tools of the model, and whether the model thinks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ def require_written_calls(messages: Sequence[Message], tokenizer: PreTrainedToke
     Raises:
         DataError: it does not.
     """
-    if any(message.get("tool_calls") for message in messages) and not TemplateForms.of(tokenizer).writes_calls:
+    if (
+        any(message.get("tool_calls") for message in messages)
+        and not TemplateForms.from_tokenizer(tokenizer).writes_calls
+    ):
         raise DataError(
             f"{where} has tool calls, and the chat template of '{tokenizer.name_or_path}' does not write them: the "
             "turn would be empty. Take a template that does (custom_chat_template), or write the calls into the "
@@ -113,7 +116,7 @@ def row_template_kwargs(
         raise DataError(f"{where}: the {tools_key} are {type(tools).__name__}, not a list: {tools!r:.80}.")
     if tools:
         kwargs["tools"] = [_described_tool(tool, f"{where}: {tools_key}[{n}]") for n, tool in enumerate(tools)]
-        if not TemplateForms.of(tokenizer).writes_tools:
+        if not TemplateForms.from_tokenizer(tokenizer).writes_tools:
             raise DataError(
                 f"{where} has {tools_key}, and the chat template of '{tokenizer.name_or_path}' does not write tools: "
                 "the model would never see them. Take a template that does (custom_chat_template), or set "

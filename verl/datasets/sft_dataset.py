@@ -32,9 +32,9 @@ class SFTDataset(MultiTurnSFTDataset):
         response = _descend(row[config.response_key or ""], config.response_dict_keys, where, "response_dict_keys")
         if not isinstance(response, str):
             raise DataError(f"{where}: the response is {type(response).__name__} {response!r:.80}, not text.")
-        asked = self.images.prompt(prompt, row, where)
+        question = self.images.prompt(prompt, row, where)
         answer: Message = {"role": "assistant", "content": response}
-        return ImagePrompt([*_context(asked.plain), answer], [*_context(asked.messages), answer], asked.images)
+        return ImagePrompt([*_context(question.plain), answer], [*_context(question.messages), answer], question.images)
 
 
 def _context(messages: Sequence[Message]) -> list[Message]:

@@ -1,4 +1,4 @@
-"""What a chat template takes, found out by rendering short conversations."""
+"""Abilities of a chat template, detected by rendering short conversations."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _TOOLS = [
         "function": {"name": _PROBE, "description": "-", "parameters": {"type": "object", "properties": {}}},
     }
 ]
-_ASKED = {"role": "user", "content": "-"}
+_USER_MESSAGE = {"role": "user", "content": "-"}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"value": _PROBE}}}
-_SAID = {"role": "assistant", "content": _PROBE}
+_ASSISTANT_MESSAGE = {"role": "assistant", "content": _PROBE}
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _RESULT = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "-"}
 
 
 @dataclass(frozen=True)
 class TemplateForms:
-    """What a chat template takes.
+    """Abilities of a chat template.
 
     Attributes:
         text_arguments: arguments of tool calls are JSON text; if false, a mapping.
@@ -47,27 +47,29 @@ class TemplateForms:
     next_tokens: tuple[str, str]
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> TemplateForms:
-        """Return those of a tokenizer's template; found out once for each tokenizer."""
+    def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> TemplateForms:
+        """Return the abilities of a tokenizer's template, probed once for each tokenizer."""
         template = str(tokenizer.chat_template)
-        known = _found.get(tokenizer)
-        if known is None or known[0] != template:
-            calling = _rendered(tokenizer, [_ASKED, _CALLING])
+        cached = _forms_of.get(tokenizer)
+        if cached is None or cached[0] != template:
+            calling = _rendered(tokenizer, [_USER_MESSAGE, _CALLING])
             # A template that joins texts refuses a mapping, or writes it as Python does.
             text_arguments = calling is None or _PROBE not in calling or f"{{'value': '{_PROBE}'" in calling
-            as_text = _rendered(tokenizer, [_ASKED, with_arguments(_CALLING, as_text=True)]) or ""
+            as_text = _rendered(tokenizer, [_USER_MESSAGE, with_arguments(_CALLING, as_text=True)]) or ""
             writes_calls = not text_arguments or _PROBE in as_text
-            prompts = [_rendered(tokenizer, [*system, _ASKED]) for system in ([], [{"role": "system", "content": "-"}])]
+            prompts = [
+                _rendered(tokenizer, [*system, _USER_MESSAGE]) for system in ([], [{"role": "system", "content": "-"}])
+            ]
             written = [prompt for prompt in prompts if prompt is not None]
             writes_tools = not written or any(_PROBE in prompt for prompt in written)
-            said = _rendered(tokenizer, [_ASKED, _SAID], tools=None)
-            end = None if said is None else said.rpartition(_PROBE)[2]
+            answered = _rendered(tokenizer, [_USER_MESSAGE, _ASSISTANT_MESSAGE], tools=None)
+            end = None if answered is None else answered.rpartition(_PROBE)[2]
             ends_turns = end is None or any(token in end for token in added_tokens(tokenizer))
-            after_text = _next_token(tokenizer, _SAID, _ASKED)
+            after_text = _next_token(tokenizer, _ASSISTANT_MESSAGE, _USER_MESSAGE)
             after_calls = _next_token(tokenizer, with_arguments(_CALLING, text_arguments), _RESULT) or after_text
             forms = cls(text_arguments, writes_calls, writes_tools, ends_turns, (after_text, after_calls))
-            known = _found[tokenizer] = template, forms
-        return known[1]
+            cached = _forms_of[tokenizer] = template, forms
+        return cached[1]
 
     def next_token(self, turn: Mapping[str, object]) -> str:
         """Return the token of the next message that ends a turn of the assistant; empty if it has an end of its own."""
@@ -78,7 +80,7 @@ class TemplateForms:
         return [with_arguments(message, self.text_arguments) for message in messages]
 
 
-_found: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[str, TemplateForms]] = WeakKeyDictionary()
+_forms_of: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[str, TemplateForms]] = WeakKeyDictionary()
 
 
 def with_arguments(message: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
@@ -109,16 +111,18 @@ def added_tokens(tokenizer: Any) -> list[str]:
 
 
 def writes_field(tokenizer: Any, role: str, field: str) -> bool:
-    """Whether the template writes a field of messages of a role, or refuses such a message."""
-    before = [] if role in ("user", "system") else [_ASKED]
+    """Return whether the template writes a field of messages of a role, or refuses such a message."""
+    before = [] if role in ("user", "system") else [_USER_MESSAGE]
     text = _rendered(tokenizer, [*before, {"role": role, "content": "-", field: _PROBE}], tools=None)
     return text is None or _PROBE in text
 
 
 def _next_token(tokenizer: Any, turn: dict[str, Any], following: dict[str, Any]) -> str:
     """Return the token that the template writes between a turn and the text of the following message, if any."""
-    closed, whole = (_rendered(tokenizer, [_ASKED, turn, *more], tools=None) or "" for more in ([], [following]))
-    rest = whole.removeprefix(closed) if closed else ""
+    closed, continued = (
+        _rendered(tokenizer, [_USER_MESSAGE, turn, *more], tools=None) or "" for more in ([], [following])
+    )
+    rest = continued.removeprefix(closed) if closed else ""
     return max((token for token in added_tokens(tokenizer) if rest.startswith(token)), key=len, default="")
 
 

@@ -24,7 +24,7 @@ def reading_processes(state: Mapping[str, Any]) -> int:
 
 
 def has_dataset_state(state: Mapping[str, Any]) -> bool:
-    """Whether ``state`` holds the ``state_dict()`` of a data set."""
+    """Return whether ``state`` holds the ``state_dict()`` of a data set."""
     if "_snapshot" not in state:
         return state.get("dataset_state") is not None
     return any(reader["dataset_state"] is not None for reader in state["_snapshot"]["_worker_snapshots"].values())
@@ -36,7 +36,7 @@ def for_other_processes(state: Mapping[str, Any], loader: StatefulDataLoader) ->
     The position is the sampler's state and the number of batches read. torchdata stores them in one layout without
     worker processes and in another with them, and does not load one as the other.
     """
-    wanted = loader.num_workers
+    num_workers = loader.num_workers
     if "_snapshot" in state:
         position, batches_read = state["_snapshot"]["_main_snapshot"], state["_snapshot"]["_snapshot_step"]
     else:
@@ -45,7 +45,7 @@ def for_other_processes(state: Mapping[str, Any], loader: StatefulDataLoader) ->
     position = {name: position[name] for name in COPIED}
     # Not finished, even after a complete pass: it then ends at once, and the sampler begins its next epoch,
     # in either layout.
-    if wanted == 0:
+    if num_workers == 0:
         return position | {
             "_num_yielded": batches_read,
             "fetcher_state": None,
@@ -56,10 +56,10 @@ def for_other_processes(state: Mapping[str, Any], loader: StatefulDataLoader) ->
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
     return {
         "_snapshot": {
-            "_main_snapshot": position | {"_num_workers": wanted, "_base_seed": seed},
+            "_main_snapshot": position | {"_num_workers": num_workers, "_base_seed": seed},
             "_worker_snapshots": {},
             "_snapshot_step": batches_read,
-            "_last_yielded_worker_id": wanted - 1,
+            "_last_yielded_worker_id": num_workers - 1,
         },
         "_steps_since_snapshot": 0,
         "_iterator_finished": False,
@@ -67,5 +67,5 @@ def for_other_processes(state: Mapping[str, Any], loader: StatefulDataLoader) ->
 
 
 def is_handler_of_torch(handler: object) -> bool:
-    """Whether a signal handler is the one that PyTorch installs with its first multi-process loader."""
+    """Return whether a signal handler is the one that PyTorch installs with its first multi-process loader."""
     return getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling"

@@ -59,7 +59,7 @@ class PendingExperience:
 
     @property
     def experience(self) -> Experience:
-        """What was sampled; waits for it."""
+        """Wait for the sampled responses and return them."""
         return self.sampled.result()
 
 
@@ -89,6 +89,7 @@ class Ahead(ExperienceSource):
         first = self._pending[-1].step + 1 if self._pending else context.number
         steps = range(first, min(context.number + self._lag, self._last_step) + 1)
         if self._pool is not None:
+            # New weights come between two batches: `with_age` takes all tokens of a batch to be of one version.
             self._wait(context, self._under_way)
             if steps:
                 context.metrics |= self._sent | self._pool.update(self._updates)
@@ -99,7 +100,7 @@ class Ahead(ExperienceSource):
         if self._pool is not None:
             self._wait(context, [pending])
         experience = pending.experience
-        # What is still to come, the wait for scores, is part of the step that runs now.
+        # Waiting for scores counts toward the current step, not toward the one that sampled ahead.
         pending.context.seconds, pending.context.spans = context.seconds, context.spans
         pending.context.observe, pending.context.is_shown = context.observe, True
         context.metrics |= pending.context.metrics
@@ -176,16 +177,16 @@ class Ahead(ExperienceSource):
         """Sample the batch of a step, or let the thread of the pool begin to."""
         if self._pool is None:
             sampled: Future[Experience] = Future()
-            of_step = replace(context, number=step, metrics={})
-            sampled.set_result(self._held(of_step))
-            return PendingExperience(step, self._updates, sampled, of_step)
+            step_context = replace(context, number=step, metrics={})
+            sampled.set_result(self._held(step_context))
+            return PendingExperience(step, self._updates, sampled, step_context)
         if self._pool.takes_prompts_first:
             self._pool.prompts.take()
-        of_step = replace(
+        step_context = replace(
             context, number=step, metrics={}, seconds={}, spans=[], observe=self._check_open, is_shown=False
         )
-        sampled = self._pool.thread.submit(functools.partial(self._held, of_step))
-        pending = PendingExperience(step, self._updates, sampled, of_step)
+        sampled = self._pool.thread.submit(functools.partial(self._held, step_context))
+        pending = PendingExperience(step, self._updates, sampled, step_context)
         self._under_way.append(pending)
         return pending
 
@@ -194,6 +195,7 @@ class Ahead(ExperienceSource):
         experience = self._source.next(context)
         if not self._lag:
             return experience
+        # A checkpoint may read the scores before the step does, and reading them adds the draw to the reward record.
         scores = Deferred(experience.scores.futures, functools.cache(experience.scores.then))
         return replace(experience, batch=_copy_to_driver(experience.batch), scores=scores)
 
@@ -250,12 +252,12 @@ def _from_batches(step: int, batches: Mapping[str, DataProto]) -> PendingExperie
     rewards, scores = RewardRecord(), DataProto()
     draws_once = f"{step}-scores" in batches
     if draws_once:
-        scores, of_draw = take("scores")
-        rewards.add(replace_columns(batch, scores), of_draw["names"], of_draw["rates"])
+        scores, score_info = take("scores")
+        rewards.add(replace_columns(batch, scores), score_info["names"], score_info["rates"])
     else:
         for index in range(sum(name.startswith(f"{step}-draw-") for name in batches)):
-            draw, of_draw = take(f"draw-{index}")
-            rewards.add(draw, of_draw["names"], of_draw["rates"])
+            draw, score_info = take(f"draw-{index}")
+            rewards.add(draw, score_info["names"], score_info["rates"])
     experience = Experience(batch, Deferred.from_value(scores), rewards, draws_once)
     sampled: Future[Experience] = Future()
     sampled.set_result(experience)

@@ -66,12 +66,12 @@ class PromptsTakenFirst:
 
     def __init__(self, take: Callable[[], DataProto]) -> None:
         self._take = take
-        self._taken: deque[DataProto] = deque()
+        self._prompts: deque[DataProto] = deque()
         self._is_closed = False
 
     def take(self) -> None:
         """Take a batch, which a later call of this object returns."""
-        self._taken.append(self._take())
+        self._prompts.append(self._take())
 
     def __call__(self) -> DataProto:
         """Return the oldest batch that was taken, else take one.
@@ -81,7 +81,7 @@ class PromptsTakenFirst:
         """
         if self._is_closed:
             raise RolloutError(CLOSED)
-        return self._taken.popleft() if self._taken else self._take()
+        return self._prompts.popleft() if self._prompts else self._take()
 
     def close(self) -> None:
         """Take no prompts any more."""
@@ -112,7 +112,7 @@ class RolloutPool:
         self._send_weights, self._replace = send_weights, replace
         self._version: int | None = None
         self.is_starting = False
-        """Whether engines are started anew."""
+        """True while engines are being restarted."""
 
     def update(self, version: int) -> Metrics:
         """Send the weights after ``version`` updates of the policy, unless the engines have them.

@@ -71,10 +71,10 @@ class Draw:
 
 @dataclass(frozen=True)
 class Judged:
-    """What dynamic sampling makes of scored responses."""
+    """Result of judging which prompts of scored responses are informative."""
 
     is_kept: np.ndarray
-    """(bsz,) whether the row's prompt is informative."""
+    """(bsz,) bool, True where the row's prompt is informative."""
     values: np.ndarray
     """The metric of each response that has one and takes part."""
     num_prompts: int
@@ -82,22 +82,22 @@ class Judged:
     """Informative prompts."""
 
 
-def judged(one: Draw, metric: str, n: int) -> Judged:
+def judged(draw: Draw, metric: str, n: int) -> Judged:
     """Judge which prompts of scored responses are informative.
 
     Args:
-        one: the responses.
+        draw: the responses.
         metric: ``algorithm.filter_groups.metric``.
         n: responses per prompt.
 
     Raises:
         RewardError: the reward function does not return the metric.
     """
-    value, rounding = values_of(one.batch, metric)
-    scored = Trajectories.of(one.batch).scored_rows
-    rows = informative_rows(value[scored], one.prompts[scored], one.takes_part[scored], rounding[scored])
-    is_kept = np.isin(one.prompts.astype(str), one.prompts[scored][rows].astype(str))
-    has_value = one.takes_part[scored] & ~np.isnan(value[scored])
+    value, rounding = values_of(draw.batch, metric)
+    scored = Trajectories.from_batch(draw.batch).scored_rows
+    rows = informative_rows(value[scored], draw.prompts[scored], draw.takes_part[scored], rounding[scored])
+    is_kept = np.isin(draw.prompts.astype(str), draw.prompts[scored][rows].astype(str))
+    has_value = draw.takes_part[scored] & ~np.isnan(value[scored])
     return Judged(is_kept, value[scored][has_value], len(scored) // n, len(rows) // n)
 
 
@@ -122,30 +122,30 @@ def fill_batch(
         RolloutError: ``max_num_gen_batches`` batches were not enough.
         RewardError: the reward function does not return the configured metric.
     """
-    kept: list[DataProto] = []
+    kept_parts: list[DataProto] = []
     prompts: list[object] = []
     values: list[np.ndarray] = []
-    drawn = num_kept = 0
+    num_drawn = num_kept = 0
     while num_kept < num_prompts:
         if config.max_num_gen_batches and len(values) == config.max_num_gen_batches:
-            raise RolloutError(too_few_message(config, num_kept, drawn, num_prompts, np.concatenate(values)))
-        one = next(draws)
-        outcome = judged(one, str(config.metric), n)
-        kept.append(one.batch.select_idxs(np.flatnonzero(outcome.is_kept).tolist()))
-        prompts += one.prompts[outcome.is_kept].tolist()
+            raise RolloutError(too_few_message(config, num_kept, num_drawn, num_prompts, np.concatenate(values)))
+        draw = next(draws)
+        outcome = judged(draw, str(config.metric), n)
+        kept_parts.append(draw.batch.select_idxs(np.flatnonzero(outcome.is_kept).tolist()))
+        prompts += draw.prompts[outcome.is_kept].tolist()
         values.append(outcome.values)
-        drawn += outcome.num_prompts
+        num_drawn += outcome.num_prompts
         num_kept += outcome.num_kept
         level = logging.WARNING if len(values) % NOTABLE_BATCHES == 0 else logging.INFO
         logger.log(level, "dynamic sampling: %d of %d prompts after %d batches", num_kept, num_prompts, len(values))
     name = PREFIX
     metrics = {
         f"{name}/num_gen_batches": float(len(values)),
-        f"{name}/kept_ratio": num_kept / drawn,
+        f"{name}/kept_ratio": num_kept / num_drawn,
         f"{name}/surplus": float(num_kept - num_prompts),
         f"{name}/{config.metric}/mean": float(np.concatenate(values).mean()),
     }
-    batch = joined_rows([part for part in kept if len(part)])
+    batch = joined_rows([part for part in kept_parts if len(part)])
     first = set(list(dict.fromkeys(prompts))[:num_prompts])
     return batch.select_idxs([row for row, prompt in enumerate(prompts) if prompt in first]), metrics
 
@@ -163,9 +163,11 @@ def values_of(batch: DataProto, metric: str) -> tuple[np.ndarray, np.ndarray]:
         RewardError: the reward function returned no such value, or one that is not a number.
     """
     if metric in ("reward", "seq_reward", "seq_final_reward"):
-        of_tokens = batch.batch["token_level_scores"].double()
-        of_rows = Trajectories.of(batch).indices
-        scores, magnitudes = (trajectory_scores(batch, each).numpy()[of_rows] for each in (of_tokens, of_tokens.abs()))
+        token_scores = batch.batch["token_level_scores"].double()
+        row_trajectories = Trajectories.from_batch(batch).indices
+        scores, magnitudes = (
+            trajectory_scores(batch, each).numpy()[row_trajectories] for each in (token_scores, token_scores.abs())
+        )
         return scores, FLOAT32 * magnitudes
     if metric not in batch.non_tensor_batch:
         raise RewardError(
@@ -183,13 +185,15 @@ def values_of(batch: DataProto, metric: str) -> tuple[np.ndarray, np.ndarray]:
         ) from None
 
 
-def too_few_message(config: FilterGroupsConfig, num_kept: int, drawn: int, wanted: int, values: np.ndarray) -> str:
-    """Say that ``max_num_gen_batches`` is used up: ``num_kept`` of ``drawn`` prompts are informative."""
+def too_few_message(
+    config: FilterGroupsConfig, num_kept: int, num_drawn: int, num_needed: int, values: np.ndarray
+) -> str:
+    """Say that ``max_num_gen_batches`` is used up: ``num_kept`` of ``num_drawn`` prompts are informative."""
     mean = f"mean {config.metric}: {values.mean():.3g}" if len(values) else "no response has a score"
     return (
-        f"dynamic sampling found {num_kept} prompts whose responses differ in '{config.metric}' among {drawn}, and a "
-        f"batch needs {wanted}; algorithm.filter_groups.max_num_gen_batches={config.max_num_gen_batches} is used up "
-        f"({mean}). The data is too easy or too hard for this policy: change the data, "
+        f"dynamic sampling found {num_kept} prompts whose responses differ in '{config.metric}' among {num_drawn}, and "
+        f"a batch needs {num_needed}; algorithm.filter_groups.max_num_gen_batches={config.max_num_gen_batches} is "
+        f"used up ({mean}). The data is too easy or too hard for this policy: change the data, "
         "raise rollout.n, data.gen_batch_size or max_num_gen_batches (0 never gives up), or lower "
         "data.train_batch_size."
     )

@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.agents.drawn import from_batch
 from verl.agents.manager import AgentLoopManager, check_failures
+from verl.agents.partial_responses import from_batch
 from verl.agents.worker import trajectory_id
 from verl.config.async_plan import AsyncPlan
 from verl.errors import CheckpointError, ProcessLostError, RolloutError
@@ -63,17 +63,17 @@ from verl.workers.rollout.request import RolloutOutput
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""How often a waiting step looks whether the engines still serve."""
+"""Seconds between liveness checks of the engines while a step waits."""
 FIRST_NOTICE_S = 120.0
-"""A wait of this length is told with its reason, and again whenever it has doubled."""
+"""Log a wait this long with its reason, then each time it doubles."""
 _ABOUT = "about_pending"
 """Entry of ``meta_info`` in the files of a checkpoint."""
-_DRAWN = "drawn-"
-"""What the names of the parts with responses under way begin with."""
+_PARTIAL_PREFIX = "drawn-"
+"""Prefix of the checkpoint's parts that hold responses under way."""
 
 
 class _Wait:
-    """How long a step has waited, and when to tell so."""
+    """Time that a step has waited, and the time of the next log message about it."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -118,7 +118,7 @@ class FreeRunning(ExperienceSource):
         self._batch_size = plan.batch_prompts
         self._n = source.config.actor_rollout_ref.rollout.n
         self._admission = Admission(plan.prompts_per_transfer, plan.prompts_ahead, None)
-        """Which groups may start; its versions are transfers of weights."""
+        """Limits the groups that may start; its versions count transfers of weights."""
         bound_of = {"admit": None, "wait": None, "drop": None} | {plan.strategy: plan.bound}
         admission = Admission(plan.batch_prompts, 0, bound_of["admit"])
         self._store = GroupStore(admission, drop_after=bound_of["drop"], wait_at=bound_of["wait"])
@@ -142,19 +142,19 @@ class FreeRunning(ExperienceSource):
         self._updates_of_version: dict[int, int] = {}
         """Updates of the policy by the number that the engines give their weights."""
         self._metrics: Metrics = {}
-        """Of the next step: what happened between two steps."""
+        """Metrics of the next step about events between two steps."""
         self._serving: Future[float] | None = None
         """The engines on a pool of their own, while they serve; its result is when they ended."""
         self._served_from = 0.0
-        """When the engines began to serve, or until when :attr:`_spans` has it."""
+        """Time at which the engines began to serve, or up to which :attr:`_spans` covers it."""
         self._spans: list[tuple[str, float, float]] = []
-        """Of the step: when the engines served."""
+        """Periods of the step in which the engines served."""
         self._served_others_s = 0.0
-        """Of the step: for how long the engines served validation."""
+        """Seconds of the step in which the engines served validation."""
         self._manager: AgentLoopManager | None = None
-        """What runs the groups under way."""
+        """Runs the groups under way."""
         self._trained_at: float | None = None
-        """When the step before had trained."""
+        """Time at which the previous step finished training."""
         self._must_rest = False
         self._wait = _Wait(0)
 
@@ -189,14 +189,15 @@ class FreeRunning(ExperienceSource):
         filtered, self._filtered = self._filtered, []
         scores, extra = self._scorer.joined([*groups, *filtered])
 
-        def of_rows(rows: slice) -> Deferred[Scored]:
+        def scores_of(rows: slice) -> Deferred[Scored]:
             return Deferred.from_value((scores[rows], {name: values[rows] for name, values in extra.items()}))
 
         size = len(batch)
-        columns = self._source.take_scores(batch, of_rows(slice(size)), context, rewards)
+        columns = self._source.take_scores(batch, scores_of(slice(size)), context, rewards)
         if filtered:
             dropped = joined_rows([self._join(group) for group in filtered])
-            self._source.take_scores(dropped, of_rows(slice(size, None)), context, rewards).result()
+            # For the record of rewards alone: nothing is trained on these rows.
+            self._source.take_scores(dropped, scores_of(slice(size, None)), context, rewards).result()
         return columns
 
     def updated(self, version: int) -> None:
@@ -232,13 +233,13 @@ class FreeRunning(ExperienceSource):
             self._renew_weights()
 
     def _transfers(self, steps: int) -> int:
-        """How many times engines have had to get new weights after so many steps."""
+        """Return how many transfers of weights are due after so many steps."""
         return steps // self._plan.sync_every
 
     def _start_groups(self) -> None:
-        kept = self._started - self._dropped - self._num_filtered
-        wanted = self._admission.capacity(self._transfers(self._engine_steps), kept)
-        for _ in range(min(wanted, self._last_step * self._batch_size - kept)):
+        active = self._started - self._dropped - self._num_filtered
+        capacity = self._admission.capacity(self._transfers(self._engine_steps), active)
+        for _ in range(min(capacity, self._last_step * self._batch_size - active)):
             if not self._waiting:
                 prompts = self._source.next_prompts()
                 self._waiting.extend(prompts.select_idxs([row]) for row in range(len(prompts)))
@@ -248,10 +249,10 @@ class FreeRunning(ExperienceSource):
             self._begin(PromptGroup(self._started, named.with_meta_info({}), self._engine_steps))
             self._started += 1
 
-    def _begin(self, group: PromptGroup, begun: Mapping[str, RolloutOutput] | None = None) -> None:
+    def _begin(self, group: PromptGroup, resume_from: Mapping[str, RolloutOutput] | None = None) -> None:
         step = group.index // self._batch_size + 1
         prompts = group.prompts.with_meta_info({"global_steps": step, "validate": False})
-        group.responses = self._running_agents().submit(prompts, begun)
+        group.responses = self._running_agents().submit(prompts, resume_from)
         self._scorer.follow(group)
         self._store.add(group)
 
@@ -295,7 +296,7 @@ class FreeRunning(ExperienceSource):
                 self._scorer.score(unscored, context.number)
 
     def _is_enough(self) -> bool:
-        """Whether the step can take its groups; called now and then while it waits, and tells why if that is long.
+        """Return whether the step can take its groups; polled while it waits, and logs the reason of a long wait.
 
         The thread that takes prompts from the data waits meanwhile, if it is not the one that calls.
         """
@@ -321,19 +322,20 @@ class FreeRunning(ExperienceSource):
         for group in dropped:
             group.hold()
             self._filtered.append(group)
-            if len(self._filtered) % size == 0:  # what always fails would otherwise be asked for ever
+            if len(self._filtered) % size == 0:  # a trajectory that always fails would otherwise be replaced for ever
                 seen = [*self._filtered[-size:], *(group for group in self._store.groups() if group.is_finished)]
+                # Both calls only check here: they raise if too many samples failed.
                 self._scorer.joined(seen)
                 self._check_trajectories(joined_rows([self._join(group) for group in seen]))
                 batches = len(self._filtered) // size
                 level = logging.INFO if batches % NOTABLE_BATCHES else logging.WARNING
                 logger.log(level, "dynamic sampling: %d prompts dropped for one step", len(self._filtered))
         self._num_filtered += len(dropped)
-        drawn, kept = len(self._scorer.values), sum(group.is_finished for group in self._store.groups())
+        num_scored, num_informative = len(self._scorer.values), sum(group.is_finished for group in self._store.groups())
         limit = self._filters.max_num_gen_batches * size
-        if limit and drawn >= limit and kept < size:
+        if limit and num_scored >= limit and num_informative < size:
             values = np.concatenate(list(self._scorer.values))
-            raise RolloutError(too_few_message(self._filters, kept, drawn, size, values))
+            raise RolloutError(too_few_message(self._filters, num_informative, num_scored, size, values))
         self._start_groups()
 
     def _check_trajectories(self, batch: DataProto) -> None:
@@ -482,15 +484,15 @@ class FreeRunning(ExperienceSource):
     def _measure_filter(self) -> Metrics:
         """Metrics of dynamic sampling, of the groups that were scored since a step took its groups."""
         values = [self._scorer.values.popleft() for _ in range(len(self._scorer.values))]
-        of_responses = np.concatenate([np.zeros(0), *values])
+        metric_values = np.concatenate([np.zeros(0), *values])
         counts: Metrics = {
             "num_gen_batches": len(values) / self._batch_size,
             "dropped_prompts": float(len(self._filtered)),
         }
         if values:
             counts["kept_ratio"] = 1 - len(self._filtered) / len(values)
-        if len(of_responses):
-            counts[f"{self._filters.metric}/mean"] = float(of_responses.mean())
+        if len(metric_values):
+            counts[f"{self._filters.metric}/mean"] = float(metric_values.mean())
         return {f"{FILTER_PREFIX}/{name}": value for name, value in counts.items()}
 
     # ---- checkpoints ------------------------------------------------------------------------------
@@ -526,7 +528,9 @@ class FreeRunning(ExperienceSource):
         # Engines of a pool are interrupted by the transfer; without one, tokens since the last one are drawn again.
         with self.rest() if rests else nullcontext():
             agents = None if self._manager is None or self._manager.has_ended else self._manager
-            drawn = [] if agents is None else [copy_to_driver(batch) for batch in agents.drawn()]
+            partial_responses = (
+                [] if agents is None else [copy_to_driver(batch) for batch in agents.partial_responses()]
+            )
         groups = self._store.groups()
         answered = [group for group in groups if group.has_responses]
         for group in answered:
@@ -539,11 +543,11 @@ class FreeRunning(ExperienceSource):
         waiting = list(self._waiting)
 
         def batches() -> dict[str, DataProto]:
-            made = {name: _of_groups(of_name) for name, of_name in parts.items() if of_name}
+            files = {name: _join_groups(named_parts) for name, named_parts in parts.items() if named_parts}
             if waiting:
-                made["waiting"] = DataProto.concat(waiting)
-            named = {f"{_DRAWN}{part}": batch for part, batch in enumerate(drawn)}
-            return made | named | ({"scores": scores} if len(scores) else {})
+                files["waiting"] = DataProto.concat(waiting)
+            named = {f"{_PARTIAL_PREFIX}{part}": batch for part, batch in enumerate(partial_responses)}
+            return files | named | ({"scores": scores} if len(scores) else {})
 
         # Most states are never written, so they are not put together yet.
         return Deferred([], batches)
@@ -555,15 +559,15 @@ class FreeRunning(ExperienceSource):
             self._waiting = deque(waiting.select_idxs([row]) for row in range(len(waiting)))
         responses = {index: part for index, _, part in self._parts(batches, "responses")}
         scores = scores_from_batch(batches["scores"]) if "scores" in batches and self._scorer.scores_groups else {}
-        begun: dict[str, RolloutOutput] = {}
+        resume_from: dict[str, RolloutOutput] = {}
         for name, batch in batches.items():
-            begun |= from_batch(batch) if name.startswith(_DRAWN) else {}
+            resume_from |= from_batch(batch) if name.startswith(_PARTIAL_PREFIX) else {}
         for index, version, prompts in self._parts(batches, "prompts"):
             columns = prompts.non_tensor_batch
             names = map(trajectory_id, columns["uid"], columns["sample_index"])
-            of_group = {name: begun[name] for name in names if name in begun}
+            group_responses = {name: resume_from[name] for name in names if name in resume_from}
             # Those without a token begin with the weights that there are now.
-            group = PromptGroup(index, prompts, version if index in responses or of_group else self._steps)
+            group = PromptGroup(index, prompts, version if index in responses or group_responses else self._steps)
             if index in responses:
                 group.responses.set_result(responses[index])
                 if index in scores:
@@ -572,7 +576,7 @@ class FreeRunning(ExperienceSource):
                 self._scorer.follow(group)
                 self._store.add(group)
             else:
-                self._begin(group, of_group)
+                self._begin(group, group_responses)
 
     def _parts(self, batches: Mapping[str, DataProto], name: str) -> Iterator[tuple[int, int, DataProto]]:
         if name not in batches:
@@ -584,7 +588,7 @@ class FreeRunning(ExperienceSource):
             start += rows
 
 
-def _of_groups(parts: Sequence[tuple[PromptGroup, DataProto]]) -> DataProto:
+def _join_groups(parts: Sequence[tuple[PromptGroup, DataProto]]) -> DataProto:
     """Join what there is of each group; ``meta_info`` says whose rows they are."""
     about = [[group.index, group.version, len(part)] for group, part in parts]
     return joined_rows([part for _, part in parts]).with_meta_info({_ABOUT: about})

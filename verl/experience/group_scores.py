@@ -47,10 +47,10 @@ class GroupScorer:
                 "trainer_mode=sync, or leave Lockstep.score as it is."
             )
         self.is_immediate = not scores_batches and source.scorer.scores_any_time(source.reward_fn)
-        """Whether each group is scored as soon as it has its responses."""
+        """True if each group is scored as soon as it has its responses."""
         self._thread = SerialThread("scores of groups")
         self.scores_groups = self.is_immediate or self._filters.enable
-        """Whether groups are scored, each or some together; else the batch of a step is."""
+        """True if groups are scored, each or some together; else the batch of a step is."""
         self.values: deque[np.ndarray] = deque()
         """The metric of dynamic sampling of the responses of each group that was judged since it was cleared."""
 
@@ -92,9 +92,9 @@ class GroupScorer:
         """Score groups that have their responses, in one call, and wait."""
         batches = [self._join(group) for group in groups]
         part = self._source.scorer.submit_part(joined_rows(batches), self._source.reward_fn, step).result()
-        for group, batch, of_group in zip(groups, batches, part.split(list(map(len, batches))), strict=True):
+        for group, batch, group_part in zip(groups, batches, part.split(list(map(len, batches))), strict=True):
             group.scores = Future()
-            group.scores.set_result(self.judge(batch, of_group))
+            group.scores.set_result(self.judge(batch, group_part))
 
     def joined(self, groups: Sequence[PromptGroup]) -> Scored:
         """Return the scores of scored groups.
@@ -118,8 +118,8 @@ class GroupScorer:
         if statuses is not None and all(agent.treatment_of(status) != "train" for status in statuses):
             self.values.append(np.zeros(0))  # nothing was scored, so the metric may be missing
             return GroupScores(part, is_informative=False)
-        one, n = self._source.draw_of(batch, part.scored), self._source.config.actor_rollout_ref.rollout.n
-        outcome = judged(one, str(self._filters.metric), n)
+        draw, n = self._source.draw_of(batch, part.scored), self._source.config.actor_rollout_ref.rollout.n
+        outcome = judged(draw, str(self._filters.metric), n)
         self.values.append(outcome.values)
         return GroupScores(part, is_informative=bool(outcome.is_kept.any()))
 

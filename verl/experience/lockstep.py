@@ -120,7 +120,7 @@ class Lockstep(ExperienceSource):
         responses = with_prompts(greedy.select(batch_keys=[]), self.responses.answer(greedy))
         scores, extra = self.scorer.submit(responses, self.reward_fn, step).result()
         columns = {"reward_baselines": trajectory_scores(responses, scores)}
-        scored = Trajectories.of(responses).scored_rows
+        scored = Trajectories.from_batch(responses).scored_rows
         statuses = {"baseline_status": np.array(extra["reward_status"], dtype=object)[scored]}
         baselines = DataProto.from_dict(tensors=columns, non_tensors=statuses)
         return baselines.repeat(self._n, interleave=True)
@@ -152,8 +152,8 @@ class Lockstep(ExperienceSource):
         """
         scores, extra = scored
         policy = self.config.reward_model.on_failure
-        kept, _ = leave_out_failed(batch, extra["reward_status"], policy, self._compares_siblings)
-        takes_part = kept.batch["response_mask"].any(-1).numpy()
+        trained_on, _ = leave_out_failed(batch, extra["reward_status"], policy, self._compares_siblings)
+        takes_part = trained_on.batch["response_mask"].any(-1).numpy()
         read = batch.select(batch_keys=["response_mask"]) | score_columns(scores, extra)
         return Draw(read, batch.non_tensor_batch["uid"], takes_part)
 
@@ -163,11 +163,11 @@ class Lockstep(ExperienceSource):
         with context.stage("reward"):
             scores, extra = scoring.result()
             on_failure = self.config.reward_model.on_failure
-            kept, rates = leave_out_failed(batch, extra["reward_status"], on_failure, self._compares_siblings)
+            trained_on, rates = leave_out_failed(batch, extra["reward_status"], on_failure, self._compares_siblings)
             with context.stage("dump_rollout_generations"):
                 if self.samples.folder is not None:
                     records = generation_records(context.number, self.tokenizer, batch, scores, extra, self.reward_fn)
                     self.samples.write(context.number, records, append=bool(rewards.batches))
-            columns = kept | score_columns(scores, extra)
+            columns = trained_on | score_columns(scores, extra)
             rewards.add(replace_columns(batch, columns), list(extra), rates)
             return columns

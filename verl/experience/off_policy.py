@@ -1,4 +1,4 @@
-"""How old the weights are that drew the tokens of a batch: the column ``updates_behind`` and its metrics."""
+"""Age of the weights that sampled the tokens of a batch: the column ``updates_behind`` and its metrics."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PREFIX = "training/off_policy"
 
 def with_age(batch: DataProto, updates: int) -> DataProto:
     """Add ``updates_behind`` to responses that were all drawn ``updates`` updates of the policy before this step."""
-    drawn = batch.batch["response_mask"].bool()
-    column = torch.full(drawn.shape, -1, dtype=torch.int32).masked_fill(drawn, updates)
+    is_sampled = batch.batch["response_mask"].bool()
+    column = torch.full(is_sampled.shape, -1, dtype=torch.int32).masked_fill(is_sampled, updates)
     return replace_columns(batch, DataProto.from_dict(tensors={"updates_behind": column}))
 
 
@@ -65,12 +65,12 @@ def off_policy_metrics(batch: DataProto) -> Metrics:
 
 
 def _extreme_ages(batch: DataProto, ages: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest and the smallest age of each trajectory that has a token."""
+    """Return the largest and the smallest age of each trajectory that has a token."""
     none = torch.iinfo(ages.dtype).max
-    trajectories = Trajectories.of(batch)
+    trajectories = Trajectories.from_batch(batch)
     rows = torch.tensor(trajectories.indices)
     oldest = ages.new_full((len(trajectories),), -1).scatter_reduce(0, rows, ages.amax(-1), "amax")
-    of_rows = ages.masked_fill(ages < 0, none).amin(-1)
-    newest = ages.new_full((len(trajectories),), none).scatter_reduce(0, rows, of_rows, "amin")
-    drawn = oldest >= 0
-    return oldest[drawn], newest[drawn]
+    row_minimum = ages.masked_fill(ages < 0, none).amin(-1)
+    newest = ages.new_full((len(trajectories),), none).scatter_reduce(0, rows, row_minimum, "amin")
+    has_tokens = oldest >= 0
+    return oldest[has_tokens], newest[has_tokens]

@@ -99,8 +99,8 @@ class RecordFolder:
                 )
 
     def _line(self, record: Mapping[str, object]) -> str:
-        known = redacted_texts(record, self._secrets) | {"run": Tracking.run_in_files()}
-        return json_text(known) + "\n"
+        entry = redacted_texts(record, self._secrets) | {"run": Tracking.run_in_files()}
+        return json_text(entry) + "\n"
 
 
 def generation_records(
@@ -163,7 +163,7 @@ def sample_numbers(batch: DataProto) -> dict[str, list]:
     """
     columns, mask = batch.batch, batch.batch["response_mask"].bool()  # (bsz, T)
     names = ("old_log_probs", "rollout_log_probs", "ref_log_prob", "advantages")
-    known = {name: columns[name].double() for name in names if name in columns.keys()}
+    log_probs = {name: columns[name].double() for name in names if name in columns.keys()}
 
     def largest(values: torch.Tensor) -> list[float]:
         values = torch.where(values.isfinite(), values, torch.inf).masked_fill(~mask, 0.0)
@@ -174,14 +174,14 @@ def sample_numbers(batch: DataProto) -> dict[str, list]:
         for name in ("uid", "sample_index")
         if name in batch.non_tensor_batch
     }
-    old = known.get("old_log_probs")
-    if old is not None and "rollout_log_probs" in known:
-        numbers["gap"] = largest((old.exp() - known["rollout_log_probs"].exp()).abs())
-    if old is not None and "ref_log_prob" in known:
-        d = known["ref_log_prob"] - old
+    old = log_probs.get("old_log_probs")
+    if old is not None and "rollout_log_probs" in log_probs:
+        numbers["gap"] = largest((old.exp() - log_probs["rollout_log_probs"].exp()).abs())
+    if old is not None and "ref_log_prob" in log_probs:
+        d = log_probs["ref_log_prob"] - old
         numbers["kl"] = largest(d.exp() - d - 1)
-    if "advantages" in known:
-        numbers["advantage"] = largest(known["advantages"].abs())
+    if "advantages" in log_probs:
+        numbers["advantage"] = largest(log_probs["advantages"].abs())
     return numbers
 
 
@@ -202,8 +202,8 @@ def _texts_with_images(tokenizer: Any, batch: DataProto, row: int) -> tuple[str,
     def text(part: slice) -> str:
         token_ids = ids[part][there[part]].tolist()
         kinds = [
-            names[token] if of_image else ""
-            for token, of_image in zip(token_ids, is_image[part][there[part]], strict=True)
+            names[token] if is_image_token else ""
+            for token, is_image_token in zip(token_ids, is_image[part][there[part]], strict=True)
         ]
         return decoded_with_images(tokenizer, token_ids, kinds)
 
@@ -220,14 +220,14 @@ def _trajectory(
     prompt = batch.batch["prompts"][row][present[: len(present) - width]].tolist()
     response = batch.batch["responses"][row][present[len(present) - width :]].tolist()
     mask = batch.batch["response_mask"][row][: len(response)].tolist()
-    runs = [(drawn, len(list(run))) for drawn, run in itertools.groupby(mask)]
+    runs = [(is_sampled, len(list(run))) for is_sampled, run in itertools.groupby(mask)]
     ends = list(itertools.accumulate(length for _, length in runs))
-    parts = [(drawn, end - length, end) for (drawn, length), end in zip(runs, ends, strict=True)]
+    parts = [(is_sampled, end - length, end) for (is_sampled, length), end in zip(runs, ends, strict=True)]
     conversation = columns["trajectory_conversation"]
     if conversation is None:
         conversation = [
-            {"role": "assistant" if drawn else "others", "content": tokenizer.decode(response[start:end])}
-            for drawn, start, end in parts
+            {"role": "assistant" if is_sampled else "others", "content": tokenizer.decode(response[start:end])}
+            for is_sampled, start, end in parts
         ]
     return {
         "id": columns["trajectory_id"],
@@ -238,11 +238,11 @@ def _trajectory(
         "num_turns": int(columns["__num_turns__"]),
         "conversation": _bounded(conversation),
         "seconds": columns["agent_loop_metrics"],
-        "turn_scores": [float(scores[row, start:end].sum()) for drawn, start, end in parts if drawn],
+        "turn_scores": [float(scores[row, start:end].sum()) for is_sampled, start, end in parts if is_sampled],
         **{name: columns[name] for name in FURTHER if columns.get(name) is not None},
         "prompt_ids": prompt,
         "response_ids": response,
-        "response_mask": [[drawn, length] for drawn, length in runs],
+        "response_mask": [[is_sampled, length] for is_sampled, length in runs],
     }
 
 

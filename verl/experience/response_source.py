@@ -1,4 +1,4 @@
-"""Where responses come from: stored files, the engines of the ranks, or the agent loops that ask them."""
+"""Source of responses: stored files, the engines of the ranks, or agent loops that ask the engines."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 Scored = tuple[torch.Tensor, dict[str, list[Any]]]
 """Scores (bsz, response_length), and further values of the reward function by name, one per sample."""
-OF_TRAJECTORY = "trajectory: "
-"""What the ``reward_status`` of a sample begins with whose trajectory failed, so that there was nothing to score."""
+TRAJECTORY_PREFIX = "trajectory: "
+"""Prefix of the ``reward_status`` of a sample whose trajectory failed, so that there was nothing to score."""
 
 
 class ScoredDraw(NamedTuple):
@@ -64,7 +64,7 @@ class RewardRecord:
 
     def metrics(self) -> Metrics:
         """Compute ``reward/...`` and ``train-source/...`` over all scored responses."""
-        scored_rows = [Trajectories.of(batch).scored_rows for batch in self.batches]
+        scored_rows = [Trajectories.from_batch(batch).scored_rows for batch in self.batches]
         sizes = [len(rows) for rows in scored_rows]
         metrics = {
             name: float(np.average([draw.rates[name] for draw in self.draws], weights=sizes))
@@ -95,7 +95,7 @@ class RewardRecord:
         """Yield batch, scored row and score of each trajectory that could be scored."""
         for batch in self.batches:
             scores = trajectory_scores(batch, batch.batch["token_level_scores"]).tolist()
-            for row, score in zip(Trajectories.of(batch).scored_rows, scores, strict=True):
+            for row, score in zip(Trajectories.from_batch(batch).scored_rows, scores, strict=True):
                 if batch.non_tensor_batch["reward_status"][row] == "ok":
                     yield batch, row, score
 
@@ -151,7 +151,9 @@ def status_metrics(statuses: Sequence[str]) -> Metrics:
     (0.5, 0.25, 0.0)
     """
     counts, size = Counter(statuses), max(len(statuses), 1)
-    failed = sum(count for status, count in counts.items() if status != "ok" and not status.startswith(OF_TRAJECTORY))
+    failed = sum(
+        count for status, count in counts.items() if status != "ok" and not status.startswith(TRAJECTORY_PREFIX)
+    )
     rates = {f"reward/status/{status}": counts[status] / size for status in STATUSES if status != "ok"}
     return {"reward/error_rate": failed / size} | rates
 
@@ -170,7 +172,7 @@ def component_metrics(extra: Mapping[str, Sequence[object]]) -> Metrics:
     for name, values in extra.items():
         scored = [value for row, value in enumerate(values) if statuses is None or statuses[row] == "ok"]
         if all(isinstance(value, bool | int | float | None) for value in scored):
-            present = [known for known in map(number_or_nan, scored) if not math.isnan(known)]
+            present = [converted for converted in map(number_or_nan, scored) if not math.isnan(converted)]
             metrics |= distribution(present, f"reward/{name}") if present else {}
     return metrics
 
@@ -216,5 +218,5 @@ def source_metrics(sources: Sequence[str], scores: Sequence[float], lengths: Seq
 
 
 def _are_equal(scores: Sequence[float]) -> bool:
-    """Whether scores of whole responses differ at most by the rounding of float32."""
+    """Return whether scores of whole responses differ at most by the rounding of float32."""
     return len(informative_rows(np.array(scores), np.zeros(len(scores)), np.ones(len(scores), dtype=bool))) == 0

@@ -14,7 +14,7 @@ import torch
 from verl.base.repeats import without_repeated_traceback
 from verl.config import FailurePolicy, PPOConfig
 from verl.errors import RewardError
-from verl.experience.rewards import OF_TRAJECTORY, Scored, status_metrics
+from verl.experience.rewards import TRAJECTORY_PREFIX, Scored, status_metrics
 from verl.experience.sequences import Trajectories, compared_groups, with_earlier_turns
 from verl.experience.trajectories import NO_SCORES, complete_scores, rows_to_score
 from verl.experience.workers import CurrentWorkers
@@ -42,21 +42,21 @@ class PartScores:
 
     scored: Scored
     num_samples: int = 0
-    """How many the reward function was to score."""
+    """Samples that the reward function was to score."""
     num_failed: int = 0
-    """How many of them it could not score."""
+    """Samples that it could not score."""
     failures: str = ""
-    """How many these are, and why the first could not be scored; empty if there are none."""
+    """Their count, and why the first could not be scored; empty if there are none."""
 
     def split(self, sizes: Sequence[int]) -> list[PartScores]:
         """Return the scores of consecutive samples, so many in each part."""
         parts, (scores, extra), start = [], self.scored, 0
         for size in sizes:
             rows = slice(start, start + size)
-            of_rows = {name: values[rows] for name, values in extra.items()}
-            statuses = [status for status in of_rows["reward_status"] if not status.startswith(OF_TRAJECTORY)]
+            row_values = {name: values[rows] for name, values in extra.items()}
+            statuses = [status for status in row_values["reward_status"] if not status.startswith(TRAJECTORY_PREFIX)]
             failed = len(statuses) - statuses.count("ok")
-            parts.append(PartScores((scores[rows], of_rows), len(statuses), failed, self.failures if failed else ""))
+            parts.append(PartScores((scores[rows], row_values), len(statuses), failed, self.failures if failed else ""))
             start += size
         return parts
 
@@ -89,7 +89,7 @@ class Scorer:
         return self.submit_part(batch, reward_fn, step).map(lambda part: self.joined([part], reward_fn))
 
     def scores_any_time(self, reward_fn: object) -> bool:
-        """Whether :meth:`submit_part` may be called in any thread, and for few samples, while others are drawn.
+        """Return whether :meth:`submit_part` may be called in any thread, and for few samples, while others are drawn.
 
         Not with a judge or a reward model: their ranks may be those that sample or train, and serve a batch in one
         call. Nor with a function or a manager's own ``__call__`` of whole batches.
@@ -119,8 +119,8 @@ class Scorer:
         rows = rows_to_score(batch, self._agent)
         if not rows:
             return Deferred.from_value(PartScores(complete_scores(batch, NO_SCORES, rows, self._agent)))
-        chosen = self._with_model_scores(with_earlier_turns(batch).select_idxs(rows))
-        scoring = _submit_part(chosen, reward_fn)
+        scorable = self._with_model_scores(with_earlier_turns(batch).select_idxs(rows))
+        scoring = _submit_part(scorable, reward_fn)
         return scoring.map(lambda part: replace(part, scored=complete_scores(batch, part.scored, rows, self._agent)))
 
     def _with_model_scores(self, batch: DataProto) -> DataProto:
@@ -165,7 +165,7 @@ def _submit_part(data: DataProto, reward_fn: Any) -> Deferred[PartScores]:
 
 
 def _scores_parts(reward_fn: object) -> TypeGuard[NaiveRewardManager]:
-    """Whether a manager takes some samples of a batch: a subclass with a ``__call__`` of its own may not."""
+    """Return whether a manager takes some samples of a batch: a subclass with a ``__call__`` of its own may not."""
     return _inherits(reward_fn, "start") and _inherits(reward_fn, "__call__")
 
 
@@ -253,15 +253,15 @@ def leave_out_failed(
         RewardError: a sample failed, and the policy is ``stop``.
     """
     require(batch, ("response_mask", "uid"), "leaving out samples without score")
-    trajectories, uids = Trajectories.of(batch), batch.non_tensor_batch["uid"].astype(str)
+    trajectories, uids = Trajectories.from_batch(batch), batch.non_tensor_batch["uid"].astype(str)
     scored = trajectories.scored_rows
     metrics = status_metrics([statuses[row] for row in scored])
     reasons = np.array(statuses, dtype=object)
     if "baseline_status" in batch.non_tensor_batch:
-        of_baseline = batch.non_tensor_batch["baseline_status"]
-        metrics["reward/baseline_error_rate"] = float((of_baseline[scored] != "ok").mean())
-        reasons = np.where(reasons == "ok", of_baseline, reasons)
-    is_lost = np.array([str(reason).startswith(OF_TRAJECTORY) for reason in reasons], dtype=bool)
+        baseline_statuses = batch.non_tensor_batch["baseline_status"]
+        metrics["reward/baseline_error_rate"] = float((baseline_statuses[scored] != "ok").mean())
+        reasons = np.where(reasons == "ok", baseline_statuses, reasons)
+    is_lost = np.array([str(reason).startswith(TRAJECTORY_PREFIX) for reason in reasons], dtype=bool)
     failed = (reasons != "ok") & ~is_lost
     if policy == "stop" and failed.any():
         row = int(failed.argmax())
@@ -273,10 +273,12 @@ def leave_out_failed(
     out = is_lost | (np.isin(uids, uids[failed]) if policy == "drop_group" else failed)
     if needs_siblings and (out.any() or "agent" in batch.non_tensor_batch):
         groups = compared_groups(batch)
-        kept = {
-            unit: group for unit, group, is_out in zip(trajectories.of_agents, groups, out, strict=True) if not is_out
+        group_of_unit = {
+            unit: group
+            for unit, group, is_out in zip(trajectories.agent_indices, groups, out, strict=True)
+            if not is_out
         }
-        remaining = Counter(kept.values())
+        remaining = Counter(group_of_unit.values())
         out = out | np.array([remaining[group] < 2 for group in groups])
     new_uids = batch.non_tensor_batch["uid"].copy()
     new_uids[out] = [f"{uids[row]}-left-out-{row}" for row in np.flatnonzero(out)]
@@ -308,23 +310,23 @@ def _checked(result: torch.Tensor | Result, data: DataProto, reward_fn: object) 
             f"{manager} returned reward_extra_info['{misfits[0]}'] with {len(extra[misfits[0]])} values "
             f"for {len(data)} samples."
         )
-    if taken := sorted(COLUMNS.keys() & extra.keys()):
+    if reserved := sorted(COLUMNS.keys() & extra.keys()):
         raise RewardError(
-            f"the reward function returned '{taken[0]}', the name of a column of verl: {COLUMNS[taken[0]].meaning} "
-            f"(made by {COLUMNS[taken[0]].producer}). Give it another name."
+            f"the reward function returned '{reserved[0]}', the name of a column of verl: "
+            f"{COLUMNS[reserved[0]].meaning} (made by {COLUMNS[reserved[0]].producer}). Give it another name."
         )
-    placed = token_scores(on_drawn_tokens(scores, tensors_of(data)["response_mask"]), torch.ones_like(scores))
-    assert placed.tokens is not None
+    on_tokens = token_scores(on_drawn_tokens(scores, tensors_of(data)["response_mask"]), torch.ones_like(scores))
+    assert on_tokens.tokens is not None
     statuses = extra.get("reward_status", ["ok"] * len(data))
-    unusable = [row for row, score in enumerate(placed.samples) if score.status != "ok" and statuses[row] == "ok"]
+    unusable = [row for row, score in enumerate(on_tokens.samples) if score.status != "ok" and statuses[row] == "ok"]
     extra["reward_status"] = ["error" if row in unusable else status for row, status in enumerate(statuses)]
-    extra.setdefault("score", placed.tokens.sum(-1, dtype=torch.float64).tolist())
+    extra.setdefault("score", on_tokens.tokens.sum(-1, dtype=torch.float64).tolist())
     failed = sum(status != "ok" for status in extra["reward_status"])
     failures = "" if isinstance(result, torch.Tensor) else result.get("failures", "")
     if failed and not failures:
         failures = f"{failed} of {len(data)} samples could not be scored ({failed / len(data):.1%})."
     if unusable:
         first = unusable[0]
-        text = f"The first whose score from {manager} cannot be used: row {first}:\n{placed.samples[first].error}"
+        text = f"The first whose score from {manager} cannot be used: row {first}:\n{on_tokens.samples[first].error}"
         failures = f"{failures} {text}"
-    return PartScores((placed.tokens, extra), len(data), failed, failures)
+    return PartScores((on_tokens.tokens, extra), len(data), failed, failures)

@@ -51,7 +51,7 @@ def with_prompts(prompts: DataProto, responses: DataProto) -> DataProto:
 
 @dataclass(frozen=True)
 class Trajectories:
-    """Which rows belong to which trajectory, and to which agent of it."""
+    """Assignment of rows to trajectories, and to the agents of each trajectory."""
 
     indices: list[int]
     """The trajectory of each row, from 0."""
@@ -59,7 +59,7 @@ class Trajectories:
     """The agent of each row."""
 
     @classmethod
-    def of(cls, batch: DataProto) -> Trajectories:
+    def from_batch(cls, batch: DataProto) -> Trajectories:
         """Read ``trajectory_id`` and ``agent``."""
         columns = batch.non_tensor_batch
         if "trajectory_id" not in columns:
@@ -75,12 +75,12 @@ class Trajectories:
 
     @property
     def are_split(self) -> bool:
-        """Whether some trajectory has several rows."""
+        """Return whether some trajectory has several rows."""
         return len(self) < len(self.indices)
 
     @property
     def scored_rows(self) -> list[int]:
-        """Of each trajectory the row that is scored: the last of the agent ``main``, else the last of all."""
+        """Return the row of each trajectory that is scored: the last of the agent ``main``, else the last of all."""
         rows: dict[int, int] = {}
         for row, (trajectory, agent) in enumerate(zip(self.indices, self.agents, strict=True)):
             if agent == MAIN or trajectory not in rows or self.agents[rows[trajectory]] != MAIN:
@@ -88,8 +88,8 @@ class Trajectories:
         return [rows[trajectory] for trajectory in range(len(rows))]
 
     @cached_property
-    def of_agents(self) -> list[int]:
-        """The number of each row's trajectory and agent, from 0 in order of appearance."""
+    def agent_indices(self) -> list[int]:
+        """Index of each row's pair of trajectory and agent, from 0 in order of appearance."""
         return group_numbers(list(zip(self.indices, self.agents, strict=True))).tolist()
 
     def members(self) -> list[list[int]]:
@@ -105,19 +105,19 @@ def compared_groups(batch: DataProto) -> np.ndarray:
 
     So one agent's sequences are compared with those of the same agent.
     """
-    uids, agents = batch.non_tensor_batch["uid"], Trajectories.of(batch).agents
+    uids, agents = batch.non_tensor_batch["uid"], Trajectories.from_batch(batch).agents
     named = [uid if agent == MAIN else f"{uid}/{agent}" for uid, agent in zip(uids.tolist(), agents, strict=True)]
     return np.fromiter(named, dtype=object, count=len(named))
 
 
 def with_earlier_turns(batch: DataProto) -> DataProto:
     """Add ``earlier_turns`` where trajectories have several sequences: what the agent wrote in those before a row."""
-    trajectories = Trajectories.of(batch)
+    trajectories = Trajectories.from_batch(batch)
     if not trajectories.are_split:
         return batch
     earlier: dict[int, list[Tensor]] = {}
     column = np.empty(len(batch), dtype=object)
-    for row, (unit, turns) in enumerate(zip(trajectories.of_agents, policy_turns(batch), strict=True)):
+    for row, (unit, turns) in enumerate(zip(trajectories.agent_indices, policy_turns(batch), strict=True)):
         column[row] = earlier.get(unit, [])
         earlier[unit] = [*column[row], *turns]
     return batch | DataProto.from_dict(non_tensors={EARLIER_TURNS: column})
@@ -135,7 +135,7 @@ def once_per_agent(batch: DataProto, scores: Tensor) -> Tensor:
         batch: the sequences.
         scores: (bsz, response_length) token scores, with the score of a trajectory on each of its sequences.
     """
-    units = Trajectories.of(batch).of_agents
+    units = Trajectories.from_batch(batch).agent_indices
     last = {unit: row for row, unit in enumerate(units)}
     turn_scores = batch.non_tensor_batch.get("turn_scores", [None] * len(batch))
     by_turn = {unit for unit, scores_given in zip(units, turn_scores, strict=True) if scores_given is not None}
@@ -152,12 +152,12 @@ def trajectory_scores(batch: DataProto, scores: Tensor) -> Tensor:
         batch: the sequences.
         scores: as for :func:`once_per_agent`.
     """
-    trajectories = Trajectories.of(batch)
+    trajectories = Trajectories.from_batch(batch)
     if not trajectories.are_split:
         return scores.sum(-1, dtype=torch.float64).to(scores.dtype)
-    units = torch.tensor(trajectories.of_agents)
-    of_rows = once_per_agent(batch, scores).sum(-1, dtype=torch.float64)
-    sums = of_rows.new_zeros(int(units.max()) + 1).index_add(0, units, of_rows)
+    units = torch.tensor(trajectories.agent_indices)
+    row_scores = once_per_agent(batch, scores).sum(-1, dtype=torch.float64)
+    sums = row_scores.new_zeros(int(units.max()) + 1).index_add(0, units, row_scores)
     return sums[units[trajectories.scored_rows]].to(scores.dtype)
 
 
@@ -195,7 +195,7 @@ def joined_sequences(batch: DataProto, columns: Mapping[str, object]) -> JoinedS
             value is taken. The score of a trajectory is counted once.
     """
     mask = batch.batch["response_mask"]
-    units = Trajectories.of(batch).of_agents
+    units = Trajectories.from_batch(batch).agent_indices
     length = mask.shape[1]
     # At least one token, so that no joined row is empty.
     ends = (mask.bool() * torch.arange(1, length + 1)).amax(-1).clamp(min=1).tolist()
@@ -232,7 +232,7 @@ def mini_batch_sizes(batch: DataProto, count: int) -> list[int]:
     Raises:
         ValueError: the trajectories do not divide.
     """
-    members = Trajectories.of(batch).members()
+    members = Trajectories.from_batch(batch).members()
     if len(members) % count:
         raise ValueError(f"{len(members)} trajectories do not divide into {count} equal mini-batches.")
     size = len(members) // count
@@ -252,19 +252,19 @@ def resampled(batch: DataProto, resample: Callable[[DataProto], DataProto]) -> D
         batch: with ``token_level_scores`` and ``response_mask``.
         resample: selects rows of a batch that has one row for each trajectory.
     """
-    trajectories = Trajectories.of(batch)
-    one = batch.select_idxs(trajectories.scored_rows)
+    trajectories = Trajectories.from_batch(batch)
+    scored = batch.select_idxs(trajectories.scored_rows)
     totals = trajectory_scores(batch, batch.batch["token_level_scores"]).tolist()
     columns = {
-        "token_level_scores": on_last_token(one.batch["response_mask"], totals),
+        "token_level_scores": on_last_token(scored.batch["response_mask"], totals),
         "trajectory": torch.arange(len(trajectories)),
     }
-    drawn = resample(replace_columns(one, DataProto.from_dict(tensors=columns))).batch["trajectory"].tolist()
+    draw_indices = resample(replace_columns(scored, DataProto.from_dict(tensors=columns))).batch["trajectory"].tolist()
     members = trajectories.members()
-    chosen = batch.select_idxs([row for trajectory in drawn for row in members[trajectory]])
+    rows_drawn = batch.select_idxs([row for trajectory in draw_indices for row in members[trajectory]])
     if "trajectory_id" not in batch.non_tensor_batch:
-        return chosen
+        return rows_drawn
     # The number of the draw keeps the copies of a trajectory apart.
-    draws = [draw for draw, trajectory in enumerate(drawn) for _ in members[trajectory]]
-    ids = [f"{name}#{draw}" for name, draw in zip(chosen.non_tensor_batch["trajectory_id"], draws, strict=True)]
-    return replace_columns(chosen, DataProto.from_dict(non_tensors={"trajectory_id": np.array(ids, dtype=object)}))
+    draws = [draw for draw, trajectory in enumerate(draw_indices) for _ in members[trajectory]]
+    ids = [f"{name}#{draw}" for name, draw in zip(rows_drawn.non_tensor_batch["trajectory_id"], draws, strict=True)]
+    return replace_columns(rows_drawn, DataProto.from_dict(non_tensors={"trajectory_id": np.array(ids, dtype=object)}))

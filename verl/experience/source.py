@@ -1,4 +1,4 @@
-"""What a training step asks of the part that samples and scores: the contract between ``experience`` and trainers."""
+"""Contract between ``experience`` and trainers: what a training step asks of the part that samples and scores."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ class Experience:
     rewards: RewardRecord
     """All responses scored for the step, those that dynamic sampling dropped too; complete once :attr:`scores` are."""
     draws_once: bool = True
-    """Whether the batch is all that was drawn for the step: false with dynamic sampling, where it has its scores
-    already."""
+    """False with dynamic sampling, which draws several batches for a step and has scored the selected one already."""
 
 
 class ExperienceSource(ABC):
@@ -52,7 +51,7 @@ class ExperienceSource(ABC):
 
     @property
     def is_sampling(self) -> bool:
-        """Whether engines are at work, so that a call of their ranks would wait for them."""
+        """Return whether engines are at work, so that a call of their ranks would wait for them."""
         return False
 
     def rest(self) -> AbstractContextManager[None]:

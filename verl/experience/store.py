@@ -17,7 +17,7 @@ from verl.protocol import DataProto
 
 @dataclass(frozen=True)
 class GroupScores:
-    """What scoring a group has given."""
+    """Scores of a group."""
 
     part: PartScores
     is_informative: bool = True
@@ -37,7 +37,7 @@ class PromptGroup:
     responses: Future[DataProto] = field(default_factory=Future)
     """A row for each sequence, without the columns of the prompts."""
     scores: Future[GroupScores] | None = None
-    """Of the rows of :attr:`responses`; None until scoring begins, or where the batch of a step is scored at once."""
+    """Scores of :attr:`responses`; None until scoring begins, or where the batch of a step is scored at once."""
     started_at: float = field(default_factory=time.monotonic)
     finished_at: float | None = None
 
@@ -55,12 +55,12 @@ class PromptGroup:
 
     @property
     def has_responses(self) -> bool:
-        """Whether all of its samples are there, with scores or without."""
+        """Return whether all of its samples are there, with scores or without."""
         return self.responses.done() and not self.responses.cancelled() and self.responses.exception() is None
 
     @property
     def is_finished(self) -> bool:
-        """Whether all of its samples are there, and the scores that a step waits for."""
+        """Return whether all of its samples are there, and the scores that a step waits for."""
         return self.finished_at is not None
 
     @property
@@ -128,10 +128,10 @@ class GroupStore:
             running = Counter(group.version for group in self._groups.values() if not group.is_finished)
             if self._wait_at is not None and any(updates - version >= self._wait_at for version in running):
                 return None
-            chosen = self._admission.next_batch(updates, running, [group.version for group in finished])
-            if chosen is None:
+            positions = self._admission.next_batch(updates, running, [group.version for group in finished])
+            if positions is None:
                 return None
-            return sorted((finished[position] for position in chosen), key=lambda group: group.index)
+            return sorted((finished[position] for position in positions), key=lambda group: group.index)
 
     def take(self, groups: Iterable[PromptGroup]) -> None:
         """Forget groups, because a step trains on them."""

@@ -65,11 +65,11 @@ class StoredRollouts:
             batch = self._read(path, prompts)
             self._rows["read"] += len(prompts)
             return batch
-        drawn = self._draw(prompts)
+        responses = self._draw(prompts)
         drawn_for = {"prompts": _fingerprint(prompts), "settings": self._settings, "model": self._model}
-        (drawn | DataProto(meta_info={DRAWN_FOR: drawn_for})).save_to_disk(path)
+        (responses | DataProto(meta_info={DRAWN_FOR: drawn_for})).save_to_disk(path)
         self._rows["drawn"] += len(prompts)
-        return drawn
+        return responses
 
     def metrics(self) -> Metrics:
         """Share of the prompts since the last call whose responses came from files: ``training/stored_rollouts``."""

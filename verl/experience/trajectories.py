@@ -1,4 +1,4 @@
-"""What the trainer does with trajectories of agent loops: which are scored, left out, or given the score 0."""
+"""Treatment of agent-loop trajectories by the trainer: which are scored, left out, or given the score 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl.config import AgentLoopConfig, RolloutConfig
 from verl.config.agent import ENVIRONMENT_AGENT, SINGLE_TURN, TrajectoryStatus
 from verl.datasets.rl_dataset import FOR_AGENTS, RLHFDataset
 from verl.errors import ConfigError, DataError
-from verl.experience.rewards import OF_TRAJECTORY, Scored
+from verl.experience.rewards import TRAJECTORY_PREFIX, Scored
 from verl.experience.sequences import Trajectories
 from verl.protocol import DataProto, prompt_lengths, response_lengths
 from verl.utils.metric import Metrics, distribution
@@ -30,11 +30,11 @@ NO_SCORES: Scored = (torch.zeros(0), {})
 SHOW_OTHER_TOOLS = {"tool_agent": "run (multi_turn.tool_config_path)", ENVIRONMENT_AGENT: "environment"}
 """Agent loops that do not read the tools of a row, and whose tools they show."""
 TIMES = ("generate_sequences", "tool_calls", "compute_score")
-"""Of :class:`verl.agents.loop.AgentLoopMetrics`, those in seconds."""
+"""Fields of :class:`verl.agents.loop.AgentLoopMetrics` in seconds."""
 
 
 def wants_agents(prompts: DataProto, rollout: RolloutConfig) -> bool:
-    """Whether some prompt is answered by an agent loop rather than by one response of the engines."""
+    """Return whether some prompt is answered by an agent loop rather than by one response of the engines."""
     names = prompts.non_tensor_batch.get("agent_name")
     default = rollout.default_agent_loop
     return default != SINGLE_TURN if names is None else any((name or default) != SINGLE_TURN for name in names)
@@ -61,20 +61,20 @@ def check_tools(datasets: Sequence[object], rollout: RolloutConfig, tools: Seque
         ConfigError: the run has tools, and all its prompts are answered in one turn, in which none is called.
         DataError: a row has tools, and its agent loop shows those of the run or of the environment.
     """
-    turns, known = rollout.multi_turn, [data for data in datasets if isinstance(data, RLHFDataset)]
-    if tools and len(known) == len(datasets) and set(wanted_agents(known, rollout)) == {SINGLE_TURN}:
+    turns, readable = rollout.multi_turn, [data for data in datasets if isinstance(data, RLHFDataset)]
+    if tools and len(readable) == len(datasets) and set(wanted_agents(readable, rollout)) == {SINGLE_TURN}:
         key = "function_tool_path" if turns.function_tool_path else "tool_config_path"
         raise ConfigError(
             f"actor_rollout_ref.rollout.multi_turn.{key}={turns[key]!r:.100} gives the model tools, and every prompt "
             "is answered in one turn, in which none is called. Set actor_rollout_ref.rollout.multi_turn.enable=true, "
             f"give rows the agent_name tool_agent, or leave {key} out."
         )
-    for data in known:
+    for data in readable:
         key = data.config.tools_key or ""
-        names, of_rows = data.source_column("agent_name"), data.source_column(key)
-        for item, (name, of_row) in enumerate(zip(names, of_rows, strict=True)):
+        names, row_tools = data.source_column("agent_name"), data.source_column(key)
+        for item, (name, tools_of_row) in enumerate(zip(names, row_tools, strict=True)):
             agent = name or rollout.default_agent_loop
-            if of_row and agent in SHOW_OTHER_TOOLS:
+            if tools_of_row and agent in SHOW_OTHER_TOOLS:
                 raise DataError(
                     f"{data.place(item)} has {key}, and the agent loop {agent} answers it, which shows the tools of "
                     f"the {SHOW_OTHER_TOOLS[agent]} instead. Set data.tools_key=null to leave the column unread, or "
@@ -92,7 +92,7 @@ def rows_to_score(batch: DataProto, agent: AgentLoopConfig) -> list[int]:
     """Return the rows that the reward function scores: one of each trajectory to train on that has no score yet."""
     scores, _ = _own_scores(batch)
     statuses = batch.non_tensor_batch["trajectory_status"]
-    rows = zip(Trajectories.of(batch).scored_rows, scores, strict=True)
+    rows = zip(Trajectories.from_batch(batch).scored_rows, scores, strict=True)
     return [row for row, score in rows if score is None and agent.treatment_of(statuses[row]) == "train"]
 
 
@@ -113,23 +113,23 @@ def complete_scores(batch: DataProto, scored: Scored, rows: list[int], agent: Ag
         Trajectories whose score is to be 0 have 0 for every number that the reward function returns for the others.
     """
     scores, extra = scored
-    trajectories, statuses = Trajectories.of(batch), batch.non_tensor_batch["trajectory_status"]
+    trajectories, statuses = Trajectories.from_batch(batch), batch.non_tensor_batch["trajectory_status"]
     treatments = [agent.treatment_of(status) for status in statuses]
-    of_trajectories, of_turns = _own_scores(batch)
-    shared = [score or Score(0.0) for score in of_trajectories]
+    trajectory_values, turn_values = _own_scores(batch)
+    shared = [score or Score(0.0) for score in trajectory_values]
     for row, value in zip(rows, map(float, scores.sum(-1, dtype=torch.float64) if rows else []), strict=True):
         shared[trajectories.indices[row]] = Score(value)
-    of_rows = [
+    row_values = [
         Score(0.0)
         if treatment != "train"
         else shared[trajectory]
         if shared[trajectory].error
         else turns or shared[trajectory]
-        for trajectory, treatment, turns in zip(trajectories.indices, treatments, of_turns, strict=True)
+        for trajectory, treatment, turns in zip(trajectories.indices, treatments, turn_values, strict=True)
     ]
-    known = place_scores(Scores(of_rows), batch.batch["response_mask"])
-    assert known.tokens is not None
-    all_scores = known.tokens
+    on_tokens = place_scores(Scores(row_values), batch.batch["response_mask"])
+    assert on_tokens.tokens is not None
+    all_scores = on_tokens.tokens
     if rows:
         all_scores[rows] = scores.to(all_scores)
     beside = batch.non_tensor_batch.get("turn_rewards", [None] * len(batch))
@@ -140,7 +140,7 @@ def complete_scores(batch: DataProto, scored: Scored, rows: list[int], agent: Ag
     added = place_scores(Scores(to_add), batch.batch["response_mask"])
     assert added.tokens is not None
     all_scores += added.tokens
-    both = zip(trajectories.indices * 2, [*known.samples, *added.samples], strict=True)
+    both = zip(trajectories.indices * 2, [*on_tokens.samples, *added.samples], strict=True)
     failed = {trajectory: score for trajectory, score in both if score.error}
     for message in dict.fromkeys(score.error for score in failed.values()):
         logger.warning("the score of an agent loop cannot be used: %s", message)
@@ -149,7 +149,7 @@ def complete_scores(batch: DataProto, scored: Scored, rows: list[int], agent: Ag
     for row, (trajectory, treatment) in enumerate(zip(trajectories.indices, treatments, strict=True)):
         score = failed.get(trajectory) or (shared[trajectory] if treatment == "train" else Score(0.0))
         columns["score"][row] = score.value
-        columns["reward_status"][row] = f"{OF_TRAJECTORY}{statuses[row]}" if treatment in LEFT_OUT else score.status
+        columns["reward_status"][row] = f"{TRAJECTORY_PREFIX}{statuses[row]}" if treatment in LEFT_OUT else score.status
     members = trajectories.members()
     for name, values in extra.items():
         for row, value in zip(rows, values, strict=True):
@@ -183,7 +183,7 @@ def trajectory_metrics(batches: Sequence[DataProto]) -> Metrics:
     counted = {"tool_failures": [failure.value for failure in CallFailure], "rendering_differences": list(KINDS)}
     for column, kinds in counted.items():
         if counts := [value for trajectory in trajectories if (value := _summed(trajectory, column)) is not None]:
-            metrics |= {f"agent/{column}/{kind}": sum(one[kind] for one in counts) / len(counts) for kind in kinds}
+            metrics |= {f"agent/{column}/{kind}": sum(count[kind] for count in counts) / len(counts) for kind in kinds}
     return metrics | _timing(trajectories)
 
 
@@ -200,7 +200,7 @@ def validation_trajectory_metrics(batches: Sequence[DataProto]) -> Metrics:
     if not trajectories:
         return {}
     answered = [batch for batch in batches if "__num_turns__" in batch.non_tensor_batch]
-    scored = [(batch, row) for batch in answered for row in Trajectories.of(batch).scored_rows]
+    scored = [(batch, row) for batch in answered for row in Trajectories.from_batch(batch).scored_rows]
     turns = [float(batch.non_tensor_batch["__num_turns__"][row]) for batch, row in scored]
     metrics = _shares(trajectories) | distribution(turns, "num_turns")
     return {f"val-aux/{name}": value for name, value in metrics.items()}
@@ -218,18 +218,18 @@ Trajectory = tuple[DataProto, list[int]]
 def _trajectories(batch: DataProto) -> list[Trajectory]:
     if "trajectory_status" not in batch.non_tensor_batch:
         return []
-    return [(batch, rows) for rows in Trajectories.of(batch).members()]
+    return [(batch, rows) for rows in Trajectories.from_batch(batch).members()]
 
 
 def _summed(trajectory: Trajectory, column: str) -> Counter[str] | None:
     """The sum of a column of numbers by name over the sequences of a trajectory; None if none has it."""
     batch, rows = trajectory
-    known = [batch.non_tensor_batch[column][row] for row in rows if column in batch.non_tensor_batch]
-    known = [numbers for numbers in known if numbers is not None]
+    row_numbers = [batch.non_tensor_batch[column][row] for row in rows if column in batch.non_tensor_batch]
+    row_numbers = [numbers for numbers in row_numbers if numbers is not None]
     total: Counter[str] = Counter()
-    for numbers in known:
+    for numbers in row_numbers:
         total.update(numbers)
-    return total if known else None
+    return total if row_numbers else None
 
 
 def _timing(trajectories: Sequence[Trajectory]) -> Metrics:
@@ -237,14 +237,14 @@ def _timing(trajectories: Sequence[Trajectory]) -> Metrics:
     seconds = [_summed(trajectory, "agent_loop_metrics") or Counter() for trajectory in trajectories]
     metrics: Metrics = {}
     for name in TIMES:
-        metrics |= distribution([one[name] for one in seconds], f"{prefix}/{name}")
+        metrics |= distribution([times[name] for times in seconds], f"{prefix}/{name}")
     slowest = max(range(len(seconds)), key=lambda index: sum(seconds[index][name] for name in TIMES))
     metrics |= {f"{prefix}/slowest/{name}": seconds[slowest][name] for name in TIMES}
     batch, rows = trajectories[slowest]
     for name, lengths in (("prompt_length", prompt_lengths(batch)), ("response_length", response_lengths(batch))):
         metrics[f"{prefix}/slowest/{name}"] = float(lengths[rows[-1]])
-    known = [batch.non_tensor_batch["agent_loop_metrics"][row] for batch, rows in trajectories for row in rows]
-    if preempted := [float(one["num_preempted"]) for one in known if one["num_preempted"] >= 0]:
+    recorded = [batch.non_tensor_batch["agent_loop_metrics"][row] for batch, rows in trajectories for row in rows]
+    if preempted := [float(times["num_preempted"]) for times in recorded if times["num_preempted"] >= 0]:
         metrics |= distribution(preempted, f"{prefix}/num_preempted")
     return metrics
 
@@ -252,26 +252,26 @@ def _timing(trajectories: Sequence[Trajectory]) -> Metrics:
 def _own_scores(batch: DataProto) -> tuple[list[Score | None], list[Score | None]]:
     """Scores that agent loops gave: of each trajectory, and of each sequence of an agent with ``turn_scores``."""
     wholes, turns = (batch.non_tensor_batch.get(name, [None] * len(batch)) for name in ("reward_score", "turn_scores"))
-    trajectories = Trajectories.of(batch)
+    trajectories = Trajectories.from_batch(batch)
     by_agent: dict[int, list[object]] = {}
-    for unit, turn_scores in zip(trajectories.of_agents, turns, strict=True):
+    for unit, turn_scores in zip(trajectories.agent_indices, turns, strict=True):
         by_agent.setdefault(unit, []).extend([] if turn_scores is None else [turn_scores])
-    of_turns = [
+    turn_values = [
         (Score(0.0) if turn_scores is None else _score_of_turns([turn_scores])) if by_agent[unit] else None
-        for unit, turn_scores in zip(trajectories.of_agents, turns, strict=True)
+        for unit, turn_scores in zip(trajectories.agent_indices, turns, strict=True)
     ]
-    of_trajectories: list[Score | None] = []
+    trajectory_values: list[Score | None] = []
     for rows, scored in zip(trajectories.members(), trajectories.scored_rows, strict=True):
-        whole = next((wholes[row] for row in rows if wholes[row] is not None), None)
-        if turn_scores := by_agent[trajectories.of_agents[scored]]:
-            of_trajectories.append(replace(_score_of_turns(turn_scores, whole), turn_scores=None))
+        trajectory_score = next((wholes[row] for row in rows if wholes[row] is not None), None)
+        if turn_scores := by_agent[trajectories.agent_indices[scored]]:
+            trajectory_values.append(replace(_score_of_turns(turn_scores, trajectory_score), turn_scores=None))
         else:
-            of_trajectories.append(None if whole is None else checked_score(whole))
-    return of_trajectories, of_turns
+            trajectory_values.append(None if trajectory_score is None else checked_score(trajectory_score))
+    return trajectory_values, turn_values
 
 
-def _score_of_turns(turn_scores: list[Any], whole: object = None) -> Score:
-    """Score of the turns of some sequences, whose sum is ``whole`` if that is given."""
+def _score_of_turns(turn_scores: list[Any], total: object = None) -> Score:
+    """Return the score of the turns of some sequences; ``total``, if given, has to be their sum."""
     not_lists = [turns for turns in turn_scores if not isinstance(turns, list)]
     turns = not_lists[0] if not_lists else [turn for turns in turn_scores for turn in turns]
-    return checked_score({"turn_scores": turns} | ({} if whole is None else {"score": whole}))
+    return checked_score({"turn_scores": turns} | ({} if total is None else {"score": total}))

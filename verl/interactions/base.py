@@ -20,7 +20,7 @@ class BaseInteraction:
     """
 
     asks_judge: bool = False
-    """Whether the methods ask the judge of the run, at ``kwargs["reward_router_address"]``. A run whose judge does not
+    """True if the methods ask the judge of the run, at ``kwargs["reward_router_address"]``. A run whose judge does not
     answer while conversations are held is then refused."""
 
     def __init__(self, config: JsonObject) -> None:

@@ -9,8 +9,8 @@ from verl.errors import ConfigError
 from verl.interactions.base import BaseInteraction
 from verl.scorers import gsm8k
 
-RIGHT = "Yes, that is right."
-WRONG = "That is not right. Look for the mistake, and give your answer again."
+CORRECT_REPLY = "Yes, that is right."
+INCORRECT_REPLY = "That is not right. Look for the mistake, and give your answer again."
 METHODS = ("strict", "flexible")
 """See ``extract_solution`` of the scorer of GSM8K."""
 
@@ -54,7 +54,7 @@ class Gsm8kInteraction(BaseInteraction):
         state["response"] = answers[-1] if answers else ""
         state["reward"] = await self.calculate_score(instance_id)
         is_right = state["reward"] == 1.0
-        return is_right, RIGHT if is_right else WRONG, state["reward"], {}
+        return is_right, CORRECT_REPLY if is_right else INCORRECT_REPLY, state["reward"], {}
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: object) -> float:
         """Score of the last answer."""

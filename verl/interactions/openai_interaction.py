@@ -53,7 +53,7 @@ class Endpoint:
     """With ``http://{reward_router_address}/v1`` the judge of the run plays the user."""
     model: str
     system_prompt: str
-    """What the model is to play. ``{key}`` stands for that value of the row's ``interaction_kwargs``."""
+    """Role that the model plays. ``{key}`` stands for that value of the row's ``interaction_kwargs``."""
     end_marker: str = "###STOP###"
     """The conversation ends where the reply holds this."""
     api_key_env: str | None = None
@@ -87,11 +87,11 @@ class OpenAIInteraction(BaseInteraction):
     def __init__(self, config: JsonObject) -> None:
         super().__init__(config)
         settings = {key: value for key, value in config.items() if key != "name"}
-        known = [field.name for field in fields(Endpoint)]
+        names = [field.name for field in fields(Endpoint)]
         self.asks_judge = f"{{{JUDGE}}}" in str(settings.get("base_url"))
         for key in settings:
-            if key not in known:
-                raise ConfigError(f"unknown key '{key}'.{suggest(key, known)} Known: {', '.join(known)}.")
+            if key not in names:
+                raise ConfigError(f"unknown key '{key}'.{suggest(key, names)} Known: {', '.join(names)}.")
         if missing := [key for key in ("base_url", "model", "system_prompt") if key not in settings]:
             raise ConfigError(f"config has no {', '.join(missing)}.")
         self.endpoint = Endpoint(**settings)
@@ -125,14 +125,14 @@ class OpenAIInteraction(BaseInteraction):
             RolloutError: it does not answer, with all attempts.
         """
         end = self.endpoint
-        wanted = {"max_tokens": end.max_tokens, "temperature": end.temperature, "extra_body": end.extra_body}
+        options = {"max_tokens": end.max_tokens, "temperature": end.temperature, "extra_body": end.extra_body}
         base_url = FIELD.sub(lambda match: str(kwargs[match[1]]), end.base_url) if self.asks_judge else end.base_url
         reply = await in_thread(
             self._request_reply,
             base_url,
             model=end.model,
             messages=[{"role": "system", "content": self._instructions(kwargs)}, *_swap_roles(messages)],
-            **{name: value for name, value in wanted.items() if value is not None},
+            **{name: value for name, value in options.items() if value is not None},
         )
         text, marker, _ = reply.partition(end.end_marker)
         return bool(marker), text.strip(), None, {}
@@ -157,10 +157,10 @@ class OpenAIInteraction(BaseInteraction):
     def _instructions(self, values: Mapping[str, object]) -> str:
         def value(match: re.Match[str]) -> str:
             if match[1] not in values:
-                known = ", ".join(values) or "nothing"
+                names = ", ".join(values) or "nothing"
                 raise ConfigError(
                     f"system_prompt has {{{match[1]}}}, but interaction_kwargs of the row has no '{match[1]}'; it has "
-                    f"{known}."
+                    f"{names}."
                 )
             return str(values[match[1]])
 

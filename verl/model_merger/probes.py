@@ -15,7 +15,7 @@ _BEFORE, _AFTER = 3, 4  # tokens of text around the picture
 def probes(config: PretrainedConfig) -> list[dict[str, Tensor]]:
     """Return arguments of the forward pass of models with this config, one sequence in each."""
     inputs = [{"input_ids": ids[None]} for ids in probe_sequences(config, (7, 4), torch.device("cpu"))]
-    vision = VisionConfig.of(config)
+    vision = VisionConfig.from_config(config)
     return inputs if vision is None else [*inputs, _picture(config, vision)]
 
 

@@ -32,7 +32,7 @@ _PAIRS = (
     ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("__", "__"), ("*", "*"), ("_", "_"),
     ("``", "''"), ("`", "`"), ('"', '"'), ("\u201c", "\u201d"), ("{", "}"),
 )  # fmt: skip
-"""What may stand around an answer without changing it: delimiters of formulas, Markdown, quotation marks, a group."""
+"""Wrappers that do not change an answer: delimiters of formulas, Markdown, quotation marks, a group."""
 _COMMANDS = (
     "boxed", "fbox", "text", "textbf", "textit", "textrm", "textsf", "texttt", "textnormal", "emph", "underline",
     "mathrm", "mathbf", "mathit", "mathsf", "mathtt", "mathnormal", "boldsymbol", "bm", "mbox", "hbox", "ensuremath",
@@ -242,12 +242,12 @@ class WrittenNumber:
     """Value of a 1 in the last place of a decimal with at least ``ROUNDED_DIGITS`` significant digits; else 0."""
 
     def equals(self, other: WrittenNumber) -> bool:
-        """Whether two numbers are equal; see :func:`are_close`."""
+        """Return whether two numbers are equal; see :func:`are_close`."""
         return are_close(self.value - other.value, max(self.unit, other.unit))
 
 
 def are_close(difference: Fraction, unit: Fraction) -> bool:
-    """Whether two numbers are equal, or one is a decimal that the other one is rounded or cut off to.
+    """Return whether two numbers are equal, or one is a decimal that the other one is rounded or cut off to.
 
     The difference is zero, or less than a 1 in the last place of a decimal with at least six significant digits. So
     0.333333 is 1/3, 0.3333 is not, and two numbers that such a decimal can express are never taken for each other.
@@ -263,9 +263,9 @@ def decimal_unit(digits: str) -> Fraction:
     >>> decimal_unit("0.333333"), decimal_unit("0.3333"), decimal_unit("1000000.0")
     (Fraction(1, 1000000), Fraction(0, 1), Fraction(0, 1))
     """
-    whole, _, places = digits.partition(".")
+    integer_digits, _, places = digits.partition(".")
     places = places.rstrip("0")
-    significant = len((whole + places).lstrip("0"))
+    significant = len((integer_digits + places).lstrip("0"))
     if not places or significant < ROUNDED_DIGITS:
         return Fraction(0)
     return Fraction(10) ** (max(0, significant - FLOAT_DIGITS) - len(places))
@@ -313,17 +313,17 @@ def read_number(text: str) -> WrittenNumber | None:
     if match := _SCIENTIFIC.fullmatch(text):
         return _scaled(_decimal(match[1], match[2] or "1"), match[3] or match[4] or match[5])
     if match := _FRACTION.fullmatch(text):
-        sign, whole = match[1], match[2]
+        sign, integer_part = match[1], match[2]
         above = _decimal(match[3] or "", match[4] or match[5])
         below = _decimal(match[6] or "", match[7] or match[8])
     elif match := _REPEATING.fullmatch(text):
-        sign, whole = match[1], None
+        sign, integer_part = match[1], None
         first, period = match[3], match[4]
         # 0.1666… = (16 - 1) / 90
         above = WrittenNumber(Fraction(int(f"{match[2]}{first}{period}") - int(f"0{match[2]}{first}")))
         below = WrittenNumber(Fraction((10 ** len(period) - 1) * 10 ** len(first)))
     elif match := _QUOTIENT.fullmatch(text):
-        sign, whole = match[1] or "", match[2]
+        sign, integer_part = match[1] or "", match[2]
         above = _decimal(match[4] or "", match[3] or match[5])
         below = _decimal(match[6], match[7])
     else:
@@ -331,10 +331,10 @@ def read_number(text: str) -> WrittenNumber | None:
     if above is None or below is None or not below.value:
         return None
     value = above.value / below.value
-    if whole is not None:
+    if integer_part is not None:
         if not 0 <= value < 1:  # "2 3/2" and a product such as 2\frac{3}{2} are not mixed numbers
             return None
-        value += int(whole)
+        value += int(integer_part)
     return WrittenNumber(-value if sign == "-" else value, above.unit / abs(below.value))
 
 

@@ -26,14 +26,14 @@ OPENING = re.compile(
 )
 """Wrappers before a number: Markdown, delimiters of formulas, a box."""
 STARTS = re.compile(rf"\s*[+-]?\s*{CURRENCY}?\s*[+-]?\s*(?:\d|\.\d|\\frac|\\sqrt)")
-NUMBER = re.compile(rf"\s*([+-]?)\s*{CURRENCY}?\s*([+-]?)\s*({UNSIGNED})")
+SIGNED_NUMBER = re.compile(rf"\s*([+-]?)\s*{CURRENCY}?\s*([+-]?)\s*({UNSIGNED})")
 CONTINUES = re.compile(
     r"[.,]?\d|[eE][+-]?\d|[kK](?![A-Za-z])|\\(?:frac|sqrt|pi)(?![A-Za-z])"
     r"|(?:\\[,;: ]|[\s*_`\")}$~]|\\(?:text|mathrm)\s*\{)*"
     r"(?:[:/^](?!\s*\{?\s*\\circ)\s*[({]?\s*-?\d|\s\d|[+*x=\-\u2010-\u2015]\s*[({]?\s*\d|\\(?:times|cdot|div)(?![A-Za-z])"
     r"|(?:(?:hundred|thousand|million|billion|trillion|dozen)s?|percent of)\b|(?:or|and|to)\s+-?\$?\d)"
 )
-"""What makes a number the beginning of something else: ``3/4``, ``1e3``, ``5:30``, ``5 million``, ``5 or 6``."""
+"""Continuations that make a number part of something else: ``3/4``, ``1e3``, ``5:30``, ``5 million``, ``5 or 6``."""
 RUN = re.compile(
     rf"(?:(?<![0-9A-Za-z)\]}}.])-)?{CURRENCY}?-?(?:(?<!\.)\.)?\d(?:[\d.,:/^]|[eE*x+-]{{1,2}}(?=\d))*", re.ASCII
 )
@@ -68,7 +68,7 @@ def _marked(text: str) -> str | None:
 
 
 def _at_start(text: str) -> str | None:
-    match = NUMBER.match(text)
+    match = SIGNED_NUMBER.match(text)
     if match is None or (match[1] and match[2]) or CONTINUES.match(text, match.end()):
         return None
     sign = "-" if "-" in (match[1], match[2]) else ""

@@ -191,9 +191,9 @@ class Judge:
         if name in values:
             return values[name]
         if name == "question":
-            known = ", ".join(extra_info or {}) or "nothing"
+            names = ", ".join(extra_info or {}) or "nothing"
             raise RewardError(
-                f"llm_judge: the prompt wants a question, but extra_info has no '{self.question_key}'; it has {known}. "
+                f"llm_judge: the prompt wants a question, but extra_info has no '{self.question_key}'; it has {names}. "
                 "Set question_key (scorer_kwargs), or a prompt_template without {question}."
             )
         raise RewardError(
@@ -275,8 +275,8 @@ class Judge:
 
     def _by_json(self, text: str) -> Any:
         """The field of the reply's JSON object; if there are several, of the last one without nested objects."""
-        whole = text[text.find("{") : text.rfind("}") + 1]
-        for candidate in (whole, *reversed(FLAT_OBJECT.findall(text))):
+        outermost = text[text.find("{") : text.rfind("}") + 1]
+        for candidate in (outermost, *reversed(FLAT_OBJECT.findall(text))):
             try:
                 value = json.loads(candidate)
             except (ValueError, RecursionError):

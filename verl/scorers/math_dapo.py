@@ -23,7 +23,7 @@ NO_ANSWER = "[INVALID]"
 
 ANSWER = re.compile(r"answer[\s*_]*[:\uff1a][\s*]*(\\\[.*?\\\]|\$\$.*?\$\$|[^\n]+)", re.IGNORECASE | re.DOTALL)
 """The line, or the displayed formula that begins there."""
-WHOLE = re.compile(r"[+-]?\d+")
+INTEGER = re.compile(r"[+-]?\d+")
 
 SUBSTITUTIONS = (
     ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
@@ -120,12 +120,12 @@ def compute_score(solution_str: str, ground_truth: object, strict_box_verify: bo
 
 
 def _is_same(*texts: str) -> bool:
-    """Whether two answers are the same number, or the same text after normalisation."""
+    """Return whether two answers are the same number, or the same text after normalisation."""
     normalized = [normalize_final_answer(text) for text in texts]
     # Normalisation removes spaces: 2 1/2 would be 21/2.
     left, right = (read_number(text) or read_number(short) for text, short in zip(texts, normalized, strict=True))
     # It also removes units, and all but the last side of an equation.
-    sides = [number.value for side in texts[0].split("=") if (number := read_number(side))]
+    sides = [parsed.value for side in texts[0].split("=") if (parsed := read_number(side))]
     if have_different_units(*texts) or len(set(sides)) > 1:
         return False
     return normalized[0] == normalized[1] if left is None or right is None else left.value == right.value
@@ -133,4 +133,4 @@ def _is_same(*texts: str) -> bool:
 
 def _are_same_whole_numbers(*texts: str) -> bool:
     left, right = map(plain_answer, texts)
-    return bool(WHOLE.fullmatch(left) and WHOLE.fullmatch(right)) and int(left) == int(right)
+    return bool(INTEGER.fullmatch(left) and INTEGER.fullmatch(right)) and int(left) == int(right)

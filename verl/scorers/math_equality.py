@@ -38,11 +38,11 @@ _APART = re.compile(r"(?<![A-Za-z_^.\d])\d[\d.]*\s+(?!\d{3}(?!\d)|\d+\s*/)\d")
 """Two numbers side by side, which the library reads as one; no thousands and no mixed number."""
 _MIXED = re.compile(r"(-?\d+)(?:\s|\\[,;: ])+(\d+)/(\d+)")
 _SCIENTIFIC = re.compile(r"(-?\d{1,20}(?:\.\d{1,20})?)[eE]([+-]?\d{1,3})")
-_NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+_DECIMAL = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _UNIT = r"(?:[A-Za-z]{2,}|[mgshlLNJWVAK](?=\s*[\^/]))(?:\s*\^\s*(?:[23]|\{[23]\}))?"
-_WITH_WORDS = re.compile(rf"({_NUMBER.pattern})\s+({_UNIT}(?:\s*/\s*(?:{_UNIT}|[mgshlL])|(?:\s+[A-Za-z]{{2,}})*))")
+_WITH_WORDS = re.compile(rf"({_DECIMAL.pattern})\s+({_UNIT}(?:\s*/\s*(?:{_UNIT}|[mgshlL])|(?:\s+[A-Za-z]{{2,}})*))")
 """A number with words or a unit after it, as ``5 square feet``, ``5 cm^2`` and ``5 m/s``."""
-_LETTER_UNIT = re.compile(rf"({_NUMBER.pattern})\s+([mgshlL](?:\s*\^\s*(?:[23]|\{{[23]\}}))?)")
+_LETTER_UNIT = re.compile(rf"({_DECIMAL.pattern})\s+([mgshlL](?:\s*\^\s*(?:[23]|\{{[23]\}}))?)")
 _TEXT_UNIT = re.compile(
     r"\\(?:text|textrm|mathrm|mbox|operatorname)\s*\{([^{}\\]*[A-Za-z][^{}\\]*)\}\s*(\^\s*(?:\d|\{\d\})\s*)?\Z"
 )
@@ -163,7 +163,7 @@ def _unreadable(truth: str) -> RewardError:
 
 
 def is_equivalent(answer: str, truth: object) -> bool:
-    r"""Whether two answers have the same value, as ``\frac{1}{2}``, ``0.5`` and ``1/2`` have.
+    r"""Return whether two answers have the same value, as ``\frac{1}{2}``, ``0.5`` and ``1/2`` have.
 
     Raises:
         RewardError: the truth cannot be read.
@@ -222,7 +222,7 @@ def _members(text: str) -> list[str]:
 
 
 def _are_same_members(answers: list[str], truths: list[str]) -> bool:
-    """Whether two lists of equal length have the same members, each as often."""
+    """Return whether two lists of equal length have the same members, each as often."""
     if len(truths) > MAX_MATCHED_MEMBERS:
         return sorted(answers) == sorted(truths)
     rest = list(truths)
@@ -300,9 +300,9 @@ def readings(answer: str, truth: str) -> list[tuple[str, str]]:
         return []
     if _TEXT_UNIT.search(answer if unit else truth) and not _DEGREES.search(answer if unit else truth):
         answer, truth = value, true_value
-    if _NUMBER.fullmatch(truth):
+    if _DECIMAL.fullmatch(truth):
         answer = _without_unit(answer)
-    elif _NUMBER.fullmatch(answer):
+    elif _DECIMAL.fullmatch(answer):
         truth = _without_unit(truth)
     plain = (_without_percent(answer), _without_percent(truth))
     if (plain[0] == answer) == (plain[1] == truth):  # both with the sign, or both without
@@ -314,7 +314,7 @@ def readings(answer: str, truth: str) -> list[tuple[str, str]]:
 
 
 def have_different_units(answer: str, truth: str) -> bool:
-    """Whether both canonical answers have a unit, and not the same."""
+    """Return whether both canonical answers have a unit, and not the same."""
     units = {_split_unit(text)[1] for text in (answer, truth) if len(text) <= MAX_ANSWER_LENGTH}
     return len(units - {""}) > 1
 

@@ -85,7 +85,7 @@ class _TooManySteps(BaseException):
 
 
 def is_text_bounded(text: str) -> bool:
-    """Whether the work of reading and evaluating an answer is bounded, judged by its text in linear time."""
+    """Return whether the work of reading and evaluating an answer is bounded, judged by its text in linear time."""
     if _TASKS.search(text):
         return False
     tokens = _TOKEN.findall(text)
@@ -101,7 +101,7 @@ def is_text_bounded(text: str) -> bool:
 
 
 def _is_choice_bounded(arguments: str) -> bool:
-    """Whether a binomial coefficient is of whole numbers, or of variables and small ones; others may not end."""
+    """Return whether a binomial coefficient is of whole numbers, or of variables and small ones; others may not end."""
     if _VARIABLES_AND_WHOLE_NUMBERS.fullmatch(arguments) is None:
         return False
     is_number = not any(character.isalpha() for character in arguments)
@@ -133,7 +133,7 @@ def _is_nesting_bounded(tokens: list[str]) -> bool:
 
 
 Role = Literal["factor", "argument", "exponent", "exponential", "index", "subscript"]
-"""What an operand is to its group: ``2``, ``\\log 2``, ``^2``, ``\\exp 2``, ``\\sqrt[2]``, ``_2``."""
+"""Role of an operand in its group: ``2``, ``\\log 2``, ``^2``, ``\\exp 2``, ``\\sqrt[2]``, ``_2``."""
 _ROLES: dict[str, list[Role]] = {
     **{name: ["exponential"] for name in _EXPONENTIALS},
     **{name: ["exponential", "exponential"] for name in _CHOOSE},
@@ -153,9 +153,9 @@ class _Group:
     last: float = 0.0
     """The current factor, which a power or a factorial after it raises."""
     is_last_sum: bool = False
-    """Whether algebra expands powers of the current factor."""
+    """True if algebra expands powers of the current factor."""
     is_last_argument: bool = False
-    """Whether the current factor is the argument of a logarithm, or a group that has logarithms."""
+    """True if the current factor is the argument of a logarithm, or a group that has logarithms."""
     coefficient: float = 0.0
     """Product of the finished factors of the current term without such ones."""
     argument: float = 0.0

@@ -57,7 +57,7 @@ def load_comparison() -> Callable[[list[Value | str], list[Value | str]], bool]:
 
 
 def _verify(grader: ModuleType, gold: list[Value | str], answer: list[Value | str]) -> bool:
-    """Whether one reading of the answer equals one of the truth."""
+    """Return whether one reading of the answer equals one of the truth."""
     return any(
         grader.verify(left, right, timeout_seconds=None, allow_set_relation_comp=True)
         for left in gold
@@ -67,7 +67,7 @@ def _verify(grader: ModuleType, gold: list[Value | str], answer: list[Value | st
 
 
 def _is_range(value: Value | str) -> bool:
-    """Whether it is an inequality, which the library would take for the list of its ends."""
+    """Return whether it is an inequality, which the library would take for the list of its ends."""
     if isinstance(value, And):
         return all(map(_is_range, value.args))
     return isinstance(value, Relational) and not isinstance(value, sympy.Eq)
@@ -78,7 +78,7 @@ def _is_list(value: Value | str) -> bool:
 
 
 def _is_same(grader: ModuleType, gold: Value, answer: Value, *_: int) -> bool:
-    """Whether two expressions, or the entries of two matrices, have the same value."""
+    """Return whether two expressions, or the entries of two matrices, have the same value."""
     if isinstance(gold, sympy.MatrixBase) and isinstance(answer, sympy.MatrixBase):
         pairs = zip(gold.flat(), answer.flat(), strict=True) if gold.shape == answer.shape else None
         return pairs is not None and all(_is_same(grader, *pair) for pair in pairs)
@@ -126,7 +126,7 @@ def _parts(value: sympy.Expr, point: dict[sympy.Basic, sympy.Basic | float] | No
 
 
 def _is_small(difference: sympy.Expr, unit: Fraction) -> bool:
-    """Whether a number without variables cannot be told from 0, or is below a unit."""
+    """Return whether a number without variables cannot be told from 0, or is below a unit."""
     parts = _parts(difference)
     if parts is None:
         return sympy.simplify(difference).is_zero is True
@@ -135,7 +135,7 @@ def _is_small(difference: sympy.Expr, unit: Fraction) -> bool:
 
 
 def _differs_at_a_point(difference: sympy.Expr) -> bool:
-    """Whether a difference of two expressions is certainly not 0 where its variables have certain positive values."""
+    """Return whether a difference of two expressions is certainly not 0 at some positive values of its variables."""
     names = sorted(difference.free_symbols, key=str)
     for first in POINTS:
         point: dict[sympy.Basic, sympy.Basic | float] = {

@@ -55,6 +55,6 @@ def compute_score(solution_str: str, ground_truth: object, format_score: float =
     answer = final_answer(solution_str)
     if answer is not None:
         return score if is_equivalent(answer, ground_truth) else format_score
-    whole = plain_answer(solution_str)
+    plain = plain_answer(solution_str)
     # With formulas in it, it is a sentence, and the library would take the formulas for its answer.
-    return score if is_equivalent("" if "$" in whole else whole, ground_truth) else 0.0
+    return score if is_equivalent("" if "$" in plain else plain, ground_truth) else 0.0

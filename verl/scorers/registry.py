@@ -19,7 +19,7 @@ Result = float | dict[str, object]
 Scorer = Callable[..., Result | Awaitable[Result]]
 S = TypeVar("S", bound=Scorer)
 Kind = Literal["plain", "async", "timed"]
-"""How scorers use processes. ``plain``: one sample at a time, and a substitute process while one takes long;
+"""Use of processes by a scorer. ``plain``: one sample at a time, and a substitute process while one takes long;
 ``async``: many samples at a time; ``timed``: one at a time without substitutes, for scorers that limit their own
 time."""
 NOT_SETTINGS = frozenset({"solution_str", "ground_truth", "extra_info"})
@@ -36,7 +36,7 @@ class ScorerInfo:
     truth: Callable[[object], object] | None
     """Reads a ground truth; raises :class:`RewardError` for one that no response could be compared with."""
     is_timed: bool
-    """Whether it limits its own time, so that its result depends on the load of the machine."""
+    """True if it limits its own time, so that its result depends on the load of the machine."""
 
     @property
     def settings(self) -> Iterable[str]:
@@ -85,7 +85,7 @@ SCORERS = SourceRegistry(
 )
 
 MISSING = frozenset({"nan", "<na>", "nat", "null", "inf", "-inf", "infinity", "-infinity"})
-"""What missing and infinite numbers become when a table is written as text."""
+"""Texts of missing and infinite numbers in a table that is written as text."""
 
 FORMATS = {"math": "math_reward"}
 """Names of ``reward_model.reward_format`` that are not data sources."""
@@ -214,10 +214,10 @@ def default_compute_score(
         RewardError: there is no ground truth, or the scorer failed.
     """
     scorer = get_scorer(data_source)
-    wanted = inspect.signature(scorer).parameters
+    parameters = inspect.signature(scorer).parameters
     if not isinstance(solution_str, str):
         raise RewardError(f"solution_str is {type(solution_str).__name__} {solution_str!r:.80}, not a text.")
-    if ground_truth is None and wanted["ground_truth"].default is inspect.Parameter.empty:
+    if ground_truth is None and parameters["ground_truth"].default is inspect.Parameter.empty:
         raise RewardError(
             f"ground_truth is None (reward_model.ground_truth of the row), and the scorer of '{data_source}' compares "
             "the response with it."
@@ -228,9 +228,9 @@ def default_compute_score(
         "concurrent_semaphore": concurrent_semaphore,
         "memory_limit_mb": memory_limit_mb,
     }
-    if not wanted.keys() >= kwargs.keys():
+    if not parameters.keys() >= kwargs.keys():
         check_settings(kwargs)
-    arguments = {name: value for name, value in {**beside, **kwargs}.items() if name in wanted}
+    arguments = {name: value for name, value in {**beside, **kwargs}.items() if name in parameters}
     return scorer(solution_str=solution_str, ground_truth=ground_truth, **arguments)
 
 
@@ -244,11 +244,11 @@ def check_settings(settings: Iterable[str] | Mapping[str, object], data_source: 
     Raises:
         ConfigError: no scorer takes a setting, or a value is invalid.
     """
-    known = sorted({name for scorer in SCORERS.entries.values() for name in scorer.settings})
+    names = sorted({name for scorer in SCORERS.entries.values() for name in scorer.settings})
     for name in settings:
-        if name not in known:
+        if name not in names:
             raise ConfigError(
-                f"no scorer takes the setting '{name}'.{suggest(name, known)} Settings there are: {', '.join(known)}."
+                f"no scorer takes the setting '{name}'.{suggest(name, names)} Settings there are: {', '.join(names)}."
             )
     check = scorer_info(data_source).check if data_source is not None else None
     if check is not None and isinstance(settings, Mapping):
@@ -283,8 +283,8 @@ def text_of_truth(ground_truth: Any) -> str:
     """
     is_number = isinstance(ground_truth, (numbers.Real, Decimal)) and not isinstance(ground_truth, bool)
     if is_number and (isinstance(ground_truth, numbers.Integral) or math.isfinite(ground_truth)):
-        whole = math.floor(ground_truth)
-        return str(whole if ground_truth == whole else ground_truth)
+        integer = math.floor(ground_truth)
+        return str(integer if ground_truth == integer else ground_truth)
     text = ground_truth.strip() if isinstance(ground_truth, str) else ""
     if not text or text.lower() in MISSING:
         what = "has no value" if is_number or isinstance(ground_truth, str) else "is neither a text nor a number"

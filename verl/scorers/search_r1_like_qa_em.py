@@ -30,7 +30,7 @@ def normalize_answer(text: str) -> str:
 
 
 def em_check(prediction: str, targets: list[str]) -> bool:
-    """Whether the prediction is one of the targets, both normalised.
+    """Return whether the prediction is one of the targets, both normalised.
 
     A text of which normalisation leaves nothing (the grade "A", "!") is only stripped and lower-cased.
     """
@@ -38,7 +38,7 @@ def em_check(prediction: str, targets: list[str]) -> bool:
 
 
 def subem_check(prediction: str, targets: list[str]) -> bool:
-    """Whether the prediction contains one of the targets, both normalised.
+    """Return whether the prediction contains one of the targets, both normalised.
 
     A target of which normalisation leaves nothing must be the whole prediction, as in :func:`em_check`.
     """

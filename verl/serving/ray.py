@@ -55,11 +55,11 @@ Command = tuple[str, int, Any]
 The integer is the id of the request, or the index of the router.
 """
 CHECK_S = 0.5
-"""How often the driver checks the ranks while engines serve."""
+"""Seconds between the driver's checks of the ranks while engines serve."""
 STATE_S = 5.0
-"""How long routers may take to tell their state."""
+"""Timeout of routers' reports of their state, in seconds."""
 AWAKE_S = 1.0
-"""How long one question of the driver waits for engines that wake."""
+"""Timeout of one wake-up poll, in seconds."""
 ID_BITS = 40
 """Ids of the requests of a router count from its index times two to the power of this."""
 
@@ -117,20 +117,20 @@ class RouterActor:
         self._streams: dict[str, asyncio.Queue[DrawnPart | None]] = {}
         """Parts of responses that stream, which :meth:`parts` gives; None after the last."""
 
-    async def open(self, round_index: int, engines: int, others: Mapping[int, ActorHandle]) -> None:
+    async def open(self, round_index: int, engines: int, other_routers: Mapping[int, ActorHandle]) -> None:
         """Give requests to so many engines, and let their ranks fetch from other routers too.
 
         Args:
             round_index: number of this round of the engines; the others that concern it name it too, because calls
                 of an actor may overtake each other.
             engines: how many there are.
-            others: the other routers by their numbers.
+            other_routers: the other routers by their numbers.
         """
         self.router.close()
         self._round, self._is_open = round_index, True
         self._mailboxes = [_Mailbox() for _ in range(engines)]
         self.router.open(self._mailboxes)
-        for index, other in others.items():
+        for index, other in other_routers.items():
             await self.join(index, other)
         async with self._opened:
             self._opened.notify_all()
@@ -199,7 +199,7 @@ class RouterActor:
         self.router.abort()
 
     async def are_engines_awake(self) -> bool:
-        """Whether all engines are awake and ask for requests; waits for it for at most ``AWAKE_S`` seconds."""
+        """Wait at most ``AWAKE_S`` seconds until all engines are awake and ask for requests; return whether they do."""
         try:
             await asyncio.wait_for(asyncio.gather(*(box.was_asked.wait() for box in self._mailboxes)), AWAKE_S)
         except TimeoutError:
@@ -315,7 +315,7 @@ class _Fetching:
         return tuple(self._unanswered.pop(router))
 
     def _answer(self, request_id: int, answer: Answer | DrawnPart) -> None:
-        index = request_id >> ID_BITS
+        index = request_id >> ID_BITS  # of the router that counts its ids from here
         router, unanswered = self._routers.get(index), self._unanswered.get(index)
         if router is None or unanswered is None:  # its process is lost
             return
@@ -445,7 +445,7 @@ class RaySession:
         self._router_class = router_class
         self._router: WatchedActor | None = None
         self._connection: RayConnection | None = None
-        self._others: dict[int, WatchedActor] = {}
+        self._other_routers: dict[int, WatchedActor] = {}
         self._indices = itertools.count(1)
         self._rounds = itertools.count(1)
         self._is_paused = False
@@ -472,7 +472,7 @@ class RaySession:
 
     def add(self, index: int, router: WatchedActor) -> None:
         """Take requests of another router, made with a number from :meth:`new_index`, from now on."""
-        self._others[index] = router
+        self._other_routers[index] = router
         if self._is_paused:
             router.actor.pause.remote()
         if self._round is not None:
@@ -481,7 +481,7 @@ class RaySession:
 
     def remove(self, index: int) -> None:
         """Take no requests of a router any more, whose process has ended."""
-        self._others.pop(index, None)
+        self._other_routers.pop(index, None)
 
     # ---- requests of this process
 
@@ -530,10 +530,13 @@ class RaySession:
             on_failure.callback(self._close_in, this_round)
             try:
                 with self._loss_named():
-                    for other in self._others.values():
+                    for other in self._other_routers.values():
                         other.actor.open.remote(*this_round, {})
-                    router, others = self.router, {index: other.actor for index, other in self._others.items()}
-                    router.result(router.actor.open.remote(*this_round, others))
+                    router, other_actors = (
+                        self.router,
+                        {index: other.actor for index, other in self._other_routers.items()},
+                    )
+                    router.result(router.actor.open.remote(*this_round, other_actors))
                     self._serving = group, group.serve(RayRequests(router.actor, this_round[0]))
                     yield
                     self._end_round(this_round[0])
@@ -551,13 +554,13 @@ class RaySession:
 
     def _end_round(self, round_index: int) -> None:
         """Let the engines end their work."""
-        for other in list(self._others.values()):
+        for other in list(self._other_routers.values()):
             other.actor.close.remote(round_index)
         self.router.result(self.router.actor.close.remote(round_index))
 
     @property
     def has_router(self) -> bool:
-        """Whether the driver's router runs: from the first use to :meth:`close`, which a loss of it calls."""
+        """Return whether the driver's router runs: from the first use to :meth:`close`, which its loss calls."""
         return self._router is not None
 
     def _close_in(self, this_round: tuple[int, int]) -> None:
@@ -595,7 +598,7 @@ class RaySession:
     def pause(self) -> None:
         """See :meth:`verl.serving.session.Session.pause`."""
         self._is_paused = True
-        self._of_all("pause")
+        self._call_all("pause")
 
     def interrupt(self) -> None:
         """See :meth:`verl.serving.session.Session.interrupt`.
@@ -604,7 +607,7 @@ class RaySession:
         once, or holds them. One that dies meanwhile is its owner's.
         """
         self._is_paused = True
-        routers = [self.router, *self._others.values()]
+        routers = [self.router, *self._other_routers.values()]
         waits: dict[ObjectRef, WatchedActor] = {router.actor.interrupt.remote(): router for router in routers}
         while waits:
             for reference in ray.wait(list(waits), timeout=CHECK_S)[0]:
@@ -633,26 +636,26 @@ class RaySession:
     def resume(self) -> None:
         """See :meth:`verl.serving.session.Session.resume`."""
         self._is_paused = False
-        self._of_all("resume", 0 if self._round is None else self._round[0])
+        self._call_all("resume", 0 if self._round is None else self._round[0])
 
     def abort(self) -> None:
         """See :meth:`verl.serving.session.Session.abort`."""
-        self._of_all("abort")
+        self._call_all("abort")
 
-    def _of_all(self, method: str, *args: object) -> None:
-        routers = list(self._others.values())
-        asked = [(router, getattr(router.actor, method).remote(*args)) for router in routers]
+    def _call_all(self, method: str, *args: object) -> None:
+        routers = list(self._other_routers.values())
+        pending = [(router, getattr(router.actor, method).remote(*args)) for router in routers]
         self.router.result(getattr(self.router.actor, method).remote(*args))
-        for router, reference in asked:
+        for router, reference in pending:
             with suppress(ActorSilentError, RayActorError):  # its owner notices it, and removes the router
                 router.result(reference)
 
     def state(self) -> SessionState:
         """See :meth:`verl.serving.session.Session.state`; routers that do not answer for ``STATE_S`` are left out."""
         states = [SessionState(NO_WEIGHTS, 0, None, ())]
-        routers = [] if self._router is None else [self._router, *self._others.values()]
-        asked: list[ObjectRef] = [router.actor.state.remote() for router in routers]
-        for reference in ray.wait(asked, num_returns=len(asked), timeout=STATE_S)[0] if asked else []:
+        routers = [] if self._router is None else [self._router, *self._other_routers.values()]
+        references: list[ObjectRef] = [router.actor.state.remote() for router in routers]
+        for reference in ray.wait(references, num_returns=len(references), timeout=STATE_S)[0] if references else []:
             with suppress(RayActorError):
                 states.append(ray.get(reference))
         return joined(states)
@@ -668,13 +671,13 @@ class RaySession:
         """End the driver's router; the others are their owner's. A later use starts a new one."""
         router, self._router, self._connection = self._router, None, None
         self._round, self._serving, self._is_paused = None, None, False
-        self._others.clear()
+        self._other_routers.clear()
         if router is not None and ray.is_initialized():
             router.end()
 
 
-def longest_silence(of_routers: Iterable[Sequence[float | None]]) -> float:
-    """Return for how long the most silent engine has answered no router of those whose requests it has."""
-    by_engine = itertools.zip_longest(*of_routers)
-    heard = [[seconds for seconds in of_engine if seconds is not None] for of_engine in by_engine]
+def longest_silence(by_router: Iterable[Sequence[float | None]]) -> float:
+    """Return the longest time that an engine has answered none of the routers whose requests it has, in seconds."""
+    by_engine = itertools.zip_longest(*by_router)
+    heard = [[seconds for seconds in engine_silences if seconds is not None] for engine_silences in by_engine]
     return max((min(seconds) for seconds in heard if seconds), default=0.0)

@@ -34,8 +34,8 @@ REMEMBERED_CONVERSATIONS = 100_000
 """Conversations whose engine is remembered. Beyond that the least recently used is forgotten, to bound the memory."""
 INTERRUPT_EVERY_S = 0.1
 """Interval at which engines are told to interrupt, until they have answered: one may be about to begin."""
-MOST_EMPTY_ANSWERS = 100
-"""How often in a row an engine may end a request by itself without a token, before that is the answer."""
+MAX_EMPTY_ANSWERS = 100
+"""Times in a row that an engine may end a request by itself without a token, before the caller gets that answer."""
 ENDED = "no rollout is running, so no engine answers. Do not call generate after run() has returned."
 
 
@@ -78,28 +78,31 @@ class _PendingRequest:
     on_part: Callable[[DrawnPart], object] | None
     engine: int | None = None
     """None while it is held back."""
-    drawn: RolloutOutput | None = None
-    """What was drawn before interruptions."""
+    partial: RolloutOutput | None = None
+    """Tokens sampled before interruptions."""
     is_aborted: bool = False
-    """Whether :meth:`Router.abort` was called while it ran."""
+    """True if :meth:`Router.abort` was called while it ran."""
     empty_answers: int = 0
-    """How often engines ended it by themselves since its last token."""
+    """Times that engines ended it by themselves since its last token."""
 
     def take(self, output: RolloutOutput, is_paused: bool) -> RolloutOutput | None:
         """Take what an engine has drawn; return the whole response if it has ended, and is not to go on."""
         if output.finish_reason != "abort" or self.is_aborted:
-            return self._whole(output)
+            return self._with_earlier_tokens(output)
         if not output.token_ids:
+            # A paused router has interrupted the engine, which answers requests that it has not begun without tokens.
             self.empty_answers += not is_paused
-            return None if self.empty_answers < MOST_EMPTY_ANSWERS else self._whole(output)
-        if len(output.token_ids) == self.request.sampling.max_tokens:
-            return self._whole(replace(output, finish_reason="length"))
-        self.drawn, self.empty_answers = self._whole(output), 0
+            return None if self.empty_answers < MAX_EMPTY_ANSWERS else self._with_earlier_tokens(output)
+        if (
+            len(output.token_ids) == self.request.sampling.max_tokens
+        ):  # interrupted after the last token: nothing is left
+            return self._with_earlier_tokens(replace(output, finish_reason="length"))
+        self.partial, self.empty_answers = self._with_earlier_tokens(output), 0
         self.request = self.request.after(output.token_ids)
         return None
 
-    def _whole(self, output: RolloutOutput) -> RolloutOutput:
-        return output if self.drawn is None else self.drawn.followed_by(output)
+    def _with_earlier_tokens(self, output: RolloutOutput) -> RolloutOutput:
+        return output if self.partial is None else self.partial.followed_by(output)
 
 
 @dataclass
@@ -109,7 +112,7 @@ class _RoutedEngine:
     running: set[int] = field(default_factory=set)
     is_lost: bool = False
     heard_at: float = 0.0
-    """When it got its first request, or gave its last answer."""
+    """Time of its first request, or of its last answer."""
 
     @property
     def load(self) -> int:
@@ -196,12 +199,12 @@ class Router:
             self._move_from_lost_engine(pending.engine, answer)
         elif isinstance(answer, RolloutError):
             pending.answer.set_exception(answer)
-        elif (whole := pending.take(answer, self._is_paused)) is not None:
-            pending.answer.set_result(whole)
+        elif (response := pending.take(answer, self._is_paused)) is not None:
+            pending.answer.set_result(response)
         else:
-            self._go_on(request_id, answer.token_ids)
+            self._requeue_interrupted(request_id, answer.token_ids)
 
-    def _go_on(self, request_id: int, token_ids: list[int]) -> None:
+    def _requeue_interrupted(self, request_id: int, token_ids: list[int]) -> None:
         """Ask for the rest of an interrupted response, now or after :meth:`resume`."""
         pending = self._pending[request_id]
         if token_ids and pending.on_part is not None:  # not all of them may have been told
@@ -226,9 +229,9 @@ class Router:
         ]
         return SessionState(self.weight_version, len(self._held), paused_s, tuple(loads))
 
-    def drawn(self) -> dict[str, RolloutOutput]:
-        """Return what was drawn before interruptions of responses without an end, by conversation."""
-        return {each.conversation: each.drawn for each in self._pending.values() if each.drawn is not None}
+    def partial_responses(self) -> dict[str, RolloutOutput]:
+        """Return the tokens of interrupted responses so far, by conversation."""
+        return {each.conversation: each.partial for each in self._pending.values() if each.partial is not None}
 
     def pause(self) -> None:
         """Hold back requests that no engine has yet, also over :meth:`close` and :meth:`open`. Idempotent."""
@@ -256,7 +259,7 @@ class Router:
     def resume(self) -> None:
         """Send what was held back; it is refused if there are no engines. Idempotent."""
         self._is_paused = False
-        held, self._held = sorted(self._held), {}
+        held, self._held = sorted(self._held), {}  # by id: in the order in which they were asked first
         for request_id in held:
             if self._refusal is None:
                 self._place(request_id)
@@ -285,7 +288,7 @@ class Router:
                 engine.link.cancel(request_id)
             engine.link.close()
         self._engines = []
-        self._idle.set()
+        self._idle.set()  # wakes `interrupt`, whose engines answer no more
         if self._is_paused and error is None:
             self._hold(list(self._pending))
             return
@@ -326,7 +329,7 @@ class Router:
         engine = self._engines[engine_index]
         while engine.waiting and len(engine.running) < self._room:
             request = engine.waiting.popleft()
-            if not engine.running:
+            if not engine.running:  # it has had nothing to answer: its silence counts from here
                 engine.heard_at = time.monotonic()
             engine.running.add(request)
             engine.link.put(request, self._pending[request].request)

@@ -42,7 +42,7 @@ class SentImage:
     grid: np.ndarray
     """(3,) patches along time, height and width."""
     seconds: float | None
-    """Of a video, between two steps of time; None if the images of the request are not in seconds."""
+    """Seconds between two steps of a video; None if the images of the request are not in seconds."""
     pixels: Any
     """Reference to its pixels; of a small image the pixels, (patches, values of a patch)."""
     nbytes: int
@@ -50,7 +50,7 @@ class SentImage:
 
     @property
     def is_stored(self) -> bool:
-        """Whether ``pixels`` is a reference."""
+        """Return whether ``pixels`` is a reference."""
         return not isinstance(self.pixels, np.ndarray)
 
 
@@ -95,9 +95,9 @@ class ImageSender:
             return SentImage(digest, grid, seconds, pixels, pixels.nbytes)
         if digest not in self._stored:
             self._stored[digest] = SentImage(digest, grid, seconds, self._put(pixels), pixels.nbytes)
-        known = self._conversations.setdefault(conversation, set())
-        if digest not in known:
-            known.add(digest)
+        sent_digests = self._conversations.setdefault(conversation, set())
+        if digest not in sent_digests:
+            sent_digests.add(digest)
             self._users[digest] += 1
         # An image alone has no seconds, and 0 once a later turn shows a video beside it.
         return replace(self._stored[digest], seconds=seconds)

@@ -1,4 +1,4 @@
-"""What the engines of a session do, for those who wait for them and for messages of errors."""
+"""State of the engines of a session, for callers that wait for them and for error messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from verl.workers.rollout.request import NO_WEIGHTS
 
 SHOWN_ENGINES = 8
-"""Most engines that a text tells of, the most silent first."""
+"""Engines listed in a status message, longest-silent first."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class EngineLoad:
     """The requests of one engine."""
 
     running: int = 0
-    """Those that it has."""
+    """Requests that it runs."""
     waiting: int = 0
-    """Those that wait for room in it."""
+    """Requests that wait for room in it."""
     silent_s: float | None = None
     """Seconds since it answered, or got its first request; None if it has none."""
     is_lost: bool = False
@@ -27,7 +27,7 @@ class EngineLoad:
 
 @dataclass(frozen=True)
 class SessionState:
-    """What the engines of a session do at a moment."""
+    """Load of a session's engines at one moment."""
 
     weight_version: int
     """Version of their weights, or of those that they had when they were awake last; -1 before the first time."""
@@ -41,25 +41,25 @@ class SessionState:
 
 def joined(states: Iterable[SessionState]) -> SessionState:
     """Return the state of a session from those of its routers, which share the engines; at least one."""
-    known = list(states)
-    paused = [state.paused_s for state in known if state.paused_s is not None]
-    loads = itertools.zip_longest(*(state.engines for state in known), fillvalue=EngineLoad())
+    router_states = list(states)
+    paused = [state.paused_s for state in router_states if state.paused_s is not None]
+    loads = itertools.zip_longest(*(state.engines for state in router_states), fillvalue=EngineLoad())
     return SessionState(
-        max(state.weight_version for state in known),
-        sum(state.held for state in known),
+        max(state.weight_version for state in router_states),
+        sum(state.held for state in router_states),
         max(paused, default=None),
-        tuple(_joined_load(of_engine) for of_engine in loads),
+        tuple(_joined_load(engine_loads) for engine_loads in loads),
     )
 
 
 def _joined_load(loads: Iterable[EngineLoad]) -> EngineLoad:
-    known = list(loads)
-    silences = [load.silent_s for load in known if load.silent_s is not None]
+    router_loads = list(loads)
+    silences = [load.silent_s for load in router_loads if load.silent_s is not None]
     return EngineLoad(
-        sum(load.running for load in known),
-        sum(load.waiting for load in known),
+        sum(load.running for load in router_loads),
+        sum(load.waiting for load in router_loads),
         min(silences, default=None),  # the router that heard it last
-        any(load.is_lost for load in known),
+        any(load.is_lost for load in router_loads),
     )
 
 

@@ -12,13 +12,13 @@ from verl.base.types import JsonObject
 from verl.tools.base_tool import BaseTool, schema
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
-MOST_DIGITS = 1000
+MAX_DIGITS = 1000
 """Digits of a whole number above which the calculator gives up."""
 
 
 def _round(value: float, digits: int = 0) -> float:
     # round(1, -10**9) would compute a power of a billion digits.
-    return round(value, max(-MOST_DIGITS, min(int(digits), MOST_DIGITS))) if digits else round(value)
+    return round(value, max(-MAX_DIGITS, min(int(digits), MAX_DIGITS))) if digits else round(value)
 
 
 OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -120,15 +120,15 @@ def _value(node: ast.expr) -> int | float:
 
 def _binary(op: ast.operator, left: float, right: float) -> int | float:
     # The digits of a whole power are counted before it is computed: 9 ** 9 ** 9 has 370 million.
-    whole = isinstance(op, ast.Pow) and isinstance(left, int) and isinstance(right, int)
-    if whole and right > 0 and abs(left) > 1 and right * math.log10(abs(left)) > MOST_DIGITS:
-        raise CalculatorError(f"the result has more than {MOST_DIGITS} digits")
+    is_integer_power = isinstance(op, ast.Pow) and isinstance(left, int) and isinstance(right, int)
+    if is_integer_power and right > 0 and abs(left) > 1 and right * math.log10(abs(left)) > MAX_DIGITS:
+        raise CalculatorError(f"the result has more than {MAX_DIGITS} digits")
     return _checked_size(OPERATORS[type(op)](left, right))
 
 
 def _checked_size(value: Any) -> int | float:
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         raise CalculatorError("the result is no finite real number")
-    if isinstance(value, int) and value.bit_length() > MOST_DIGITS * math.log2(10):
-        raise CalculatorError(f"the result has more than {MOST_DIGITS} digits")
+    if isinstance(value, int) and value.bit_length() > MAX_DIGITS * math.log2(10):
+        raise CalculatorError(f"the result has more than {MAX_DIGITS} digits")
     return value

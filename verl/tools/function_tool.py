@@ -73,7 +73,7 @@ def function_tool(
 
 
 def is_tool(function: Callable[..., object]) -> bool:
-    """Whether a function is marked as a tool."""
+    """Return whether a function is marked as a tool."""
     return hasattr(function, _MARK)
 
 
@@ -158,9 +158,9 @@ def schema_of_function(function: Callable[..., object], name: str | None = None)
 
     where = f"the tool {getattr(function, '__qualname__', function)} of {inspect.getsourcefile(function)}"
     variable = [
-        one.name
-        for one in inspect.signature(function).parameters.values()
-        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY)
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY)
     ]
     if variable:
         raise ConfigError(f"{where}: a model cannot give {', '.join(variable)}. Name every parameter of the function.")

@@ -21,7 +21,7 @@ from verl.errors import ConfigError
 from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.tools.search_tool import CorpusSearchTool
 
-MOST_WORDS = 64
+MAX_WORDS = 64
 """Words of a query that are looked for."""
 TITLE_WEIGHT = 2.0
 """A word in the title counts as much as this many in the text, for BM25."""
@@ -51,7 +51,7 @@ class LocalSearchTool(CorpusSearchTool):
             return [self._best(index, query) for query in queries]
 
     def _best(self, index: sqlite3.Connection, query: str) -> list[str]:
-        words = list(dict.fromkeys(_WORDS.findall(query.lower())))[:MOST_WORDS]
+        words = list(dict.fromkeys(_WORDS.findall(query.lower())))[:MAX_WORDS]
         if not words:
             return []
         rows = index.execute(

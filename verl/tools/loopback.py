@@ -18,13 +18,13 @@ LOOPBACK = "127.0.0.1"
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 HEADER_S = 10.0
-"""How long a client may take to send the header of a request."""
+"""Seconds in which a client has to send the header of a request."""
 HEADER_BYTES = 64 * 2**10
 """Longest header of a request, with its URL."""
 REFUSED = frozenset({401, 403, 404, 405, 413, 421})
 """Statuses of requests that are not let in; the rest of their bodies is not read, so their connections are closed."""
 END_S = 5.0
-"""How long the server may take to end."""
+"""Seconds in which the server has to end."""
 
 
 def listen(port: int) -> socket.socket:

@@ -125,10 +125,14 @@ def tools_of_servers(tool_class: type[BaseTool], config: JsonObject, mcp: JsonMa
             listed = connection.list_tools()
         except McpServerError as error:
             raise ConfigError(f"{where}: {error} Check 'command' and 'args', or 'url'.") from error
-        for one in listed:
-            if selected is not None and one.name not in selected:
+        for tool_info in listed:
+            if selected is not None and tool_info.name not in selected:
                 continue
-            function = {"name": one.name, "description": one.description or "", "parameters": one.input_schema}
+            function = {
+                "name": tool_info.name,
+                "description": tool_info.description or "",
+                "parameters": tool_info.input_schema,
+            }
             described = OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
             with user_code(f"{where}: {tool_class.__name__} cannot be made"):
                 tool = tool_class(config=dict(config), tool_schema=described)
@@ -148,7 +152,7 @@ def _servers(path: object, where: str) -> Mapping[str, Mapping[str, object]]:
     except ValueError as error:
         raise ConfigError(f"{where}: {file} is no JSON: {error}") from error
     servers = content.get("mcpServers") if isinstance(content, dict) else None
-    if not isinstance(servers, dict) or not all(isinstance(one, dict) for one in servers.values()) or not servers:
+    if not isinstance(servers, dict) or not all(isinstance(server, dict) for server in servers.values()) or not servers:
         raise ConfigError(f'{where}: {file} must have the form {{"mcpServers": {{"name": {{"command": ...}}}}}}.')
     return servers
 
@@ -158,7 +162,7 @@ def _expand_variables(values: JsonObject) -> JsonObject:
 
     def fill(value: object) -> object:
         if isinstance(value, list):
-            return [fill(one) for one in value]
+            return [fill(item) for item in value]
         return os.path.expandvars(value) if isinstance(value, str) else value
 
     return {key: fill(value) for key, value in values.items()}

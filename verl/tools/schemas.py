@@ -1,4 +1,4 @@
-"""How a tool is described to a model, a call of it, and its answer; the forms of OpenAI's chat completions."""
+"""Description of a tool for a model, a call of it, and its answer, in the forms of OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ class ToolResponse(BaseModel):
         return values
 
     def is_empty(self) -> bool:
-        """Whether there is no text, no image and no video."""
+        """Return whether there is no text, no image and no video."""
         return not self.text and not self.image and not self.video
 
     def is_text_only(self) -> bool:
-        """Whether there is text, and neither image nor video."""
+        """Return whether there is text, and neither image nor video."""
         return bool(self.text) and not self.image and not self.video

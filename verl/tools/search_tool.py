@@ -107,7 +107,7 @@ class SearchTool(CorpusSearchTool):
             )
             # Servers answer {"document": {"contents": ...}, "score": ...} or, without scores, the document itself.
             contents = [
-                [str(one.get("document", one)["contents"]) for one in documents][: self.topk]
+                [str(document.get("document", document)["contents"]) for document in documents][: self.topk]
                 for documents in answer["result"]
             ]
         except httpx2.HTTPError as error:

@@ -123,7 +123,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     async def responds(self, within_s: float) -> bool:
-        """Whether the loop runs a callback in time, so that no coroutine blocks it."""
+        """Return whether the loop runs a callback in time, so that no coroutine blocks it."""
         answered: Future[None] = Future()
         self.loop.call_soon_threadsafe(answered.set_result, None)
         done, _ = await asyncio.wait([asyncio.wrap_future(answered)], timeout=within_s)
@@ -136,7 +136,7 @@ class LoopThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs coroutines."""
+        """Return whether it still runs coroutines."""
         return self._thread.is_alive() and not self.loop.is_closed()
 
     def rename(self, name: str) -> None:

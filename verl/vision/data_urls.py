@@ -12,7 +12,7 @@ from verl.errors import DataError
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
 """Formats that the vendors of models take. Of Pillow's others some start further programs."""
-MOST_PIXELS = 64_000_000
+MAX_IMAGE_PIXELS = 64_000_000
 """Largest picture, 8000 x 8000: decoding takes up to 11 bytes for each pixel, however few the file has."""
 _BEGIN = re.compile(r"data:image/(?:png|jpe?g|gif|webp);base64,", re.IGNORECASE)
 _EXPECTED = "Expected image/png, image/jpeg, image/gif or image/webp"

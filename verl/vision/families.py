@@ -27,16 +27,16 @@ TIMESTAMPED = ("Qwen3VLProcessor",)
 """Processors whose videos are pictures with their times as text between them; other videos stand in one piece."""
 
 IMAGE_INPUTS = ("pixel_values", "image_grid_thw")
-"""What is made of a row's images and videos, in the order of the prompt: (patches, values of a patch), and (images, 3),
+"""Inputs made of a row's images and videos, in the order of the prompt: (patches, values of a patch), and (images, 3),
 the numbers of patches of each along time, height and width. An image has one step of time. A video has one for each two
 frames, or is that many images with one step each (:data:`TIMESTAMPED`)."""
 
 SECONDS = "second_per_grid_ts"
-"""What stands beside them in a row with videos of Qwen2.5-VL, (images,) float32: seconds between two steps of time; of
-an image 0."""
+"""Further input of rows with videos of Qwen2.5-VL, (images,) float32: seconds between two steps of time; 0 for an
+image."""
 
 TEXT_PLACES = "text_places"
-"""What may stand beside them, (k,): places, counted without padding, of tokens with the id of images that stand for
+"""Optional further input, (k,): positions, counted without padding, of tokens that have the id of images and stand for
 none, because the policy drew them in this sequence or in an earlier one that it goes on from."""
 
 TOWER = "visual"
@@ -59,7 +59,7 @@ class VisionConfig:
     """Positions that a second of a video takes along time; None: a step of time takes one, however long it is."""
 
     @classmethod
-    def of(cls, config: Any) -> VisionConfig | None:
+    def from_config(cls, config: Any) -> VisionConfig | None:
         """Read the Transformers config of a model; None if it is of no family with images."""
         if getattr(config, "model_type", None) not in FAMILIES:
             return None

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from verl.errors import DataError
-from verl.vision.data_urls import FORMATS, MOST_PIXELS, base64_of
+from verl.vision.data_urls import FORMATS, MAX_IMAGE_PIXELS, base64_of
 
 MERGE = 2
 """Patches along an edge that become one token in all families of :mod:`verl.vision.families`."""
@@ -33,8 +33,8 @@ def read_image(value: object, where: str) -> Image.Image:
 
     Args:
         value: a PIL image, the bytes of a file, a path, a ``data:`` URL with base64 of a PNG, JPEG, GIF or WebP of at
-            most ``MOST_PIXELS``, whichever of them its media type says, or a mapping with one of these as ``image``,
-            ``bytes`` or ``path`` (``bytes`` first, as data sets of Hugging Face have both).
+            most ``MAX_IMAGE_PIXELS``, whichever of them its media type says; or a mapping with one of these as
+            ``image``, ``bytes`` or ``path`` (``bytes`` first, as data sets of Hugging Face have both).
         where: file and row, for errors.
 
     Raises:
@@ -80,8 +80,8 @@ def _opened(source: io.BytesIO | str) -> Image.Image:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit here is a lower one
         image = Image.open(source, formats=FORMATS)
-    if image.width * image.height > MOST_PIXELS:
-        raise ValueError(f"it has {image.width} x {image.height} pixels, and {MOST_PIXELS} are the most")
+    if image.width * image.height > MAX_IMAGE_PIXELS:
+        raise ValueError(f"it has {image.width} x {image.height} pixels, and {MAX_IMAGE_PIXELS} are the most")
     return image
 
 

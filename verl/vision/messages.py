@@ -10,7 +10,7 @@ from verl.base.types import JsonMapping, JsonObject
 from verl.errors import DataError
 
 PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
-"""What stands in a text for an image and for a video."""
+"""Placeholders in a text for an image and for a video."""
 _KIND_OF_PART = {"image": "image", "image_url": "image", "video": "video"}
 _TIME = re.compile(r"<\d+\.\d seconds>")
 """Text that processors write before each time step of a video."""
@@ -117,17 +117,17 @@ def with_images(messages: Sequence[Message], images: Sequence[JsonMapping | None
 
 
 def has_image_parts(content: object) -> bool:
-    """Whether the content of a message has an image or video part."""
+    """Return whether the content of a message has an image or video part."""
     return isinstance(content, list) and any(is_image_part(part) for part in content)
 
 
 def has_video_parts(content: object) -> bool:
-    """Whether the content of a message has a video part."""
+    """Return whether the content of a message has a video part."""
     return isinstance(content, list) and any(kind_of(part) == "video" for part in content)
 
 
 def is_image_part(part: object) -> bool:
-    """Whether a part of a message stands for an image or a video."""
+    """Return whether a part of a message stands for an image or a video."""
     return kind_of(part) is not None
 
 

@@ -17,7 +17,7 @@ from verl.errors import DataError
 from verl.vision.families import IMAGE_INPUTS, SECONDS, TEXT_PLACES, VisionConfig
 
 AXES = 4
-"""Of positions: that of text, and time, height and width of images."""
+"""Number of position axes: that of text, and time, height and width of images."""
 
 
 def mrope_positions(
@@ -43,25 +43,25 @@ def mrope_positions(
     if is_image is None:
         is_image = config.marked(input_ids)
     grids = [] if grid is None else grid.tolist()
-    wanted = 0 if grid is None else config.tokens_of(grid)
-    if int(is_image.sum()) != wanted:
+    expected = 0 if grid is None else config.tokens_of(grid)
+    if int(is_image.sum()) != expected:
         raise DataError(
-            f"a sequence has {int(is_image.sum())} image tokens, and its {len(grids)} images make {wanted}."
+            f"a sequence has {int(is_image.sum())} image tokens, and its {len(grids)} images make {expected}."
         )
     steps = torch.ones(len(input_ids) + 1, dtype=torch.int64)
     offsets = torch.zeros(AXES - 1, len(input_ids), dtype=torch.int64)  # from the position before the image
     places = is_image.nonzero().flatten()
     for image_index, (frames, height, width) in enumerate(grids):
         rows, columns = height // config.merge_size, width // config.merge_size
-        of_image, places = places[: frames * rows * columns], places[frames * rows * columns :]
+        image_places, places = places[: frames * rows * columns], places[frames * rows * columns :]
         times = torch.arange(frames)
         if config.positions_per_second is not None:
             interval = 1.0 if seconds is None else seconds[image_index]
             times = (times * (config.positions_per_second * interval)).long()
         time, row, column = torch.meshgrid(times, torch.arange(rows), torch.arange(columns), indexing="ij")
-        offsets[:, of_image] = torch.stack([time.flatten(), row.flatten(), column.flatten()])
-        steps[of_image + 1] = 0  # the tokens of an image start at one position
-        steps[of_image[-1] + 1] = max(rows, columns, int(times[-1]) + 1)
+        offsets[:, image_places] = torch.stack([time.flatten(), row.flatten(), column.flatten()])
+        steps[image_places + 1] = 0  # the tokens of an image start at one position
+        steps[image_places[-1] + 1] = max(rows, columns, int(times[-1]) + 1)
     starts = steps[:-1].cumsum(0) - 1
     return torch.cat([torch.arange(len(input_ids)).unsqueeze(0), starts + offsets])
 
@@ -139,10 +139,10 @@ def sequence_positions(
     positions = torch.zeros(len(input_ids), AXES, input_ids.shape[1], dtype=torch.int64)
     for row, inputs in enumerate(images):
         there = mask[row]
-        of_row = mrope_positions(
+        row_positions = mrope_positions(
             input_ids[row][there], inputs.get(IMAGE_INPUTS[1]), config, is_image[row][there], inputs.get(SECONDS)
         )
-        positions[row][:, there] = of_row
-        last = torch.stack([of_row[0].amax(), *[of_row[1:].amax()] * 3])
+        positions[row][:, there] = row_positions
+        last = torch.stack([row_positions[0].amax(), *[row_positions[1:].amax()] * 3])
         positions[row][:, width:][:, ~there[width:]] = last.unsqueeze(-1)
     return positions

@@ -80,7 +80,9 @@ def _video_settings(path: str, images: object, trust_remote_code: bool) -> JsonO
     size = sizes.get("size") or {}
     settings = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
     settings |= {key: sizes[key] for key in settings if sizes.get(key) is not None}
-    vision = VisionConfig.of(transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+    vision = VisionConfig.from_config(
+        transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    )
     unlike = [key for key in _SHARED if key in sizes and _listed(sizes[key]) != _listed(getattr(images, key))]
     seconds = None if vision is None else vision.positions_per_second
     return settings | {"positions_per_second": seconds, "unlike_images": unlike}
@@ -126,7 +128,7 @@ def video_limits(processor: ProcessorMixin) -> VideoLimits:
         patch_size=size,
         min_pixels=MIN_TOKENS * area if least is None else least,
         max_pixels=MAX_TOKENS * area if most is None else most,
-        of_whole=name in TIMESTAMPED,
+        are_totals=name in TIMESTAMPED,
     )
 
 

@@ -32,7 +32,7 @@ class ImagePrompts:
         size = 3 * self._images.temporal_patch_size * self._images.patch_size**2
         name = type(processor).__name__
         self.has_times = name in TIMESTAMPED
-        """Whether a video is written as its steps of time, each after its second."""
+        """True if a video is written as its steps of time, each after its second."""
         self.config = VisionConfig(
             image_token_id=processor.image_token_id,
             video_token_id=processor.tokenizer.convert_tokens_to_ids(VIDEO_TOKEN),
@@ -43,7 +43,7 @@ class ImagePrompts:
         self._processor = processor
 
     @classmethod
-    def of(cls, processor: Any) -> ImagePrompts | None:
+    def from_processor(cls, processor: Any) -> ImagePrompts | None:
         """Make the object for a processor; None for a text model.
 
         Raises:
@@ -108,10 +108,10 @@ class ImagePrompts:
             pixels.append(features[IMAGE_INPUTS[0]])
             grids.append(features[IMAGE_INPUTS[1]])
             seconds.append(0.0)
-        made: dict[str, Tensor] = dict(zip(IMAGE_INPUTS, (torch.cat(pixels), torch.cat(grids)), strict=True))
+        tensors: dict[str, Tensor] = dict(zip(IMAGE_INPUTS, (torch.cat(pixels), torch.cat(grids)), strict=True))
         if self.config.positions_per_second is not None and any(seconds):
-            made[SECONDS] = torch.tensor(seconds, dtype=torch.float32)
-        return made
+            tensors[SECONDS] = torch.tensor(seconds, dtype=torch.float32)
+        return tensors
 
     def _pixels(self, clip: Clip) -> Tensor:
         """The patches of a video, (patches, values of a patch).
@@ -120,13 +120,13 @@ class ImagePrompts:
         the second of the next.
         """
         grids = self._grid(clip)
-        made = torch.empty(int(grids.prod(-1).sum()), self.config.patch_values)
-        of_step = made.view(clip.steps(), -1, 3, FRAMES, self._images.patch_size**2)
+        patches_of_video = torch.empty(int(grids.prod(-1).sum()), self.config.patch_values)
+        by_step = patches_of_video.view(clip.steps(), -1, 3, FRAMES, self._images.patch_size**2)
         for frame_index, frame in enumerate(clip.frames()):
             patches = self._images(images=[frame], do_resize=False, return_tensors="pt")[IMAGE_INPUTS[0]]
             step, part = divmod(frame_index, FRAMES)
-            of_step[step, :, :, part] = patches.view(-1, 3, FRAMES, self._images.patch_size**2)[:, :, part]
-        return made
+            by_step[step, :, :, part] = patches.view(-1, 3, FRAMES, self._images.patch_size**2)[:, :, part]
+        return patches_of_video
 
     def pictures(self, inputs: Mapping[str, Tensor]) -> list[Image.Image]:
         """Return the images that inputs of :meth:`inputs` were made of, in the size in which the policy sees them.
@@ -140,7 +140,7 @@ class ImagePrompts:
         pixels, grids = (inputs[name] for name in IMAGE_INPUTS)
         is_normalized = processor.do_normalize
         colours = (processor.image_mean, processor.image_std) if is_normalized else ([0.0] * 3, [1.0] * 3)
-        mean, std = (torch.tensor(of_colours).view(3, 1, 1) for of_colours in colours)
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in colours)
         pictures = []
         parts = pixels.split([int(count) for count in grids.prod(-1)])
         for part, (_, rows, columns) in zip(parts, grids.tolist(), strict=True):

@@ -18,7 +18,7 @@ from PIL import Image
 from verl.base.requirements import install_command
 from verl.base.types import JsonMapping, JsonObject
 from verl.errors import ConfigError, DataError
-from verl.vision.data_urls import MOST_PIXELS
+from verl.vision.data_urls import MAX_IMAGE_PIXELS
 from verl.vision.images import MERGE, process_image, smart_resize
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ RATE = 2.0
 """Frames of each second that are taken of a file, and that a list of frames has, unless the row says otherwise."""
 MIN_FRAMES, MAX_FRAMES = 4, 768
 """Fewest frames that are taken of a file which has as many, and most that are taken of anything."""
-MOST_TOKENS = 115_200
+MAX_TOKENS = 115_200
 """Most tokens of a video whose row sets no ``total_pixels``: 0.9 x 128,000, as in the package qwen-vl-utils."""
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,flv,gif,ogg,asf,m4v,apng,webp_anim"
 """Containers that are opened. FFmpeg knows others that read further files or addresses, or draw texts."""
@@ -57,8 +57,8 @@ class VideoLimits:
     patch_size: int
     min_pixels: float
     max_pixels: float
-    of_whole: bool = False
-    """The limits are for all frames together, else for each."""
+    are_totals: bool = False
+    """True if the limits are for all frames together, else for each."""
 
     @property
     def factor(self) -> int:
@@ -72,8 +72,8 @@ class Clip:
 
     source: Sequence[object] | bytes | str
     """Pictures, the bytes of a file, or its path."""
-    chosen: tuple[int, ...]
-    """Numbers of the frames that are taken, an even number of them; the last may stand twice."""
+    frame_indices: tuple[int, ...]
+    """Indices of the frames that are used, an even number of them; the last may stand twice."""
     rate: float
     """Frames per second before any were left out."""
     total: int
@@ -86,15 +86,15 @@ class Clip:
 
     def steps(self) -> int:
         """Steps of time."""
-        return len(self.chosen) // FRAMES
+        return len(self.frame_indices) // FRAMES
 
     def seconds_per_step(self) -> float:
         """Seconds between two steps of time."""
-        return FRAMES * self.total / (len(set(self.chosen)) * self.rate)
+        return FRAMES * self.total / (len(set(self.frame_indices)) * self.rate)
 
     def times(self) -> list[float]:
         """Seconds from the beginning to the middle of each step."""
-        pairs = zip(self.chosen[::FRAMES], self.chosen[1::FRAMES], strict=True)
+        pairs = zip(self.frame_indices[::FRAMES], self.frame_indices[1::FRAMES], strict=True)
         return [(first + second) / 2 / self.rate for first, second in pairs]
 
     def frames(self) -> Iterator[Image.Image]:
@@ -103,12 +103,12 @@ class Clip:
         Raises:
             DataError: a frame cannot be read, or has another size than the first; the message names the row.
         """
-        frames = _of_file(self) if isinstance(self.source, bytes | str) else _of_list(self, self.source)
+        frames = _frames_of_file(self) if isinstance(self.source, bytes | str) else _frames_of_list(self, self.source)
         last, size = None, (self.width, self.height)
         for last in frames:
             last = last if last.size == size else last.resize(size)
             yield last
-        if last is not None and len(set(self.chosen)) < len(self.chosen):
+        if last is not None and len(set(self.frame_indices)) < len(self.frame_indices):
             yield last
 
 
@@ -135,18 +135,18 @@ def open_video(value: object, limits: VideoLimits, where: str) -> Clip:
         raise DataError(f"{where}: a video has fps and nframes; each alone says how many frames are taken. Keep one.")
     if isinstance(source, bytes | str):
         total, rate, size = _looked_at(source, where)
-        chosen = _of_rate(total, rate, settings)
+        frame_indices = _indices_at_rate(total, rate, settings)
     else:
         total, rate = len(source), float(settings.get("fps", RATE))
         size = process_image(source[0], limits.patch_size, f"{where}, frame 0").size
         most = settings.get("max_frames", settings.get("nframes", MAX_FRAMES))
-        chosen = _spread(total, _whole(min(settings.get("nframes", total), most, total)))
-    chosen += chosen[-1:] * (len(chosen) % FRAMES)
+        frame_indices = _spread(total, _whole(min(settings.get("nframes", total), most, total)))
+    frame_indices += frame_indices[-1:] * (len(frame_indices) % FRAMES)
     try:
-        height, width = _size(size[1], size[0], len(chosen), settings, limits)
+        height, width = _size(size[1], size[0], len(frame_indices), settings, limits)
     except ValueError as error:
         raise DataError(f"{where}: {str(error).replace('an image', 'a video')}") from error
-    return Clip(source, chosen, rate, total, height, width, where)
+    return Clip(source, frame_indices, rate, total, height, width, where)
 
 
 def _is_number(value: object, least: float) -> bool:
@@ -207,7 +207,7 @@ def _spread(total: int, count: int) -> tuple[int, ...]:
     return tuple(int(n) for n in np.linspace(0, total - 1, count).round())
 
 
-def _of_rate(total: int, rate: float, settings: JsonMapping) -> tuple[int, ...]:
+def _indices_at_rate(total: int, rate: float, settings: JsonMapping) -> tuple[int, ...]:
     """Frames of a file: ``nframes``, or ``fps`` of each second within ``min_frames`` and ``max_frames``; all even."""
     if "nframes" in settings:
         count = round(settings["nframes"] / FRAMES) * FRAMES
@@ -220,9 +220,9 @@ def _of_rate(total: int, rate: float, settings: JsonMapping) -> tuple[int, ...]:
 
 
 def _size(height: int, width: int, count: int, settings: JsonMapping, limits: VideoLimits) -> tuple[int, int]:
-    share = count if limits.of_whole else 1
+    share = count if limits.are_totals else 1
     least = settings.get("min_pixels", limits.min_pixels / share)
-    total = settings.get("total_pixels", MOST_TOKENS * limits.factor**2)
+    total = settings.get("total_pixels", MAX_TOKENS * limits.factor**2)
     max_pixels = settings.get("max_pixels", limits.max_pixels / share)
     most = min(max_pixels, total * FRAMES / count)
     if "min_pixels" not in settings:  # a long video may go below the model's lower limit, not much above its share
@@ -234,9 +234,9 @@ def _size(height: int, width: int, count: int, settings: JsonMapping, limits: Vi
 # ---- pictures of a list
 
 
-def _of_list(clip: Clip, pictures: Sequence[object]) -> Iterator[Image.Image]:
+def _frames_of_list(clip: Clip, pictures: Sequence[object]) -> Iterator[Image.Image]:
     size = None
-    for frame_index in sorted(set(clip.chosen)):
+    for frame_index in sorted(set(clip.frame_indices)):
         image = process_image(pictures[frame_index], where=f"{clip.where}, frame {frame_index}")
         size = size or image.size
         if image.size != size:
@@ -277,8 +277,10 @@ def _opened(source: bytes | str, where: str) -> Iterator[tuple[Any, Any]]:
                 if not container.streams.video:
                     raise ValueError("it has no pictures")
                 stream = container.streams.video[0]
-                if stream.width * stream.height > MOST_PIXELS:
-                    raise ValueError(f"it has {stream.width} x {stream.height} pixels, and {MOST_PIXELS} are the most")
+                if stream.width * stream.height > MAX_IMAGE_PIXELS:
+                    raise ValueError(
+                        f"it has {stream.width} x {stream.height} pixels, and {MAX_IMAGE_PIXELS} are the most"
+                    )
                 yield container, stream
         except (av.FFmpegError, OSError, ValueError) as error:
             shown = f"of {len(source)} bytes" if isinstance(source, bytes) else f"'{source}'"
@@ -305,14 +307,14 @@ def _looked_at(source: bytes | str, where: str) -> tuple[int, float, tuple[int, 
     return total, float(rate), size
 
 
-def _of_file(clip: Clip) -> Iterator[Image.Image]:
+def _frames_of_file(clip: Clip) -> Iterator[Image.Image]:
     assert isinstance(clip.source, bytes | str)
-    wanted, frame_index = set(clip.chosen), -1
+    wanted_indices, frame_index = set(clip.frame_indices), -1
     with _opened(clip.source, clip.where) as (container, stream):
         for frame_index, frame in enumerate(container.decode(stream)):
-            if frame_index in wanted:
+            if frame_index in wanted_indices:
                 yield _upright(frame)
-            if frame_index >= clip.chosen[-1]:
+            if frame_index >= clip.frame_indices[-1]:
                 return
         raise ValueError(f"it ends after {frame_index + 1} of its {clip.total} frames")
 

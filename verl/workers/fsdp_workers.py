@@ -342,7 +342,7 @@ class ActorRolloutRefWorker(EngineWorker):
         engine, reads = self.trained, distillation_loss_info(settings.loss_mode).reads
         with engine.eval_mode(), nullcontext() if self.average is None else self.average.in_model():
             temperature = itself.inference.temperature or 1.0
-            vision = VisionConfig.of(hf_config_of(self.config.model))
+            vision = VisionConfig.from_config(hf_config_of(self.config.model))
             return teacher_columns(engine, data, reads, micro, temperature, settings.topk, vision)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))

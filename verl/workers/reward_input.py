@@ -155,7 +155,7 @@ class RewardInput:
             rendered = cast(str, self.own_tokenizer.apply_chat_template(chat, tokenize=False))
             # The score is read at the end token of the turn; some templates put a line break behind it, or leave the
             # end to the next message.
-            rendered = rendered.rstrip() + TemplateForms.of(self.own_tokenizer).next_token(chat[-1])
+            rendered = rendered.rstrip() + TemplateForms.from_tokenizer(self.own_tokenizer).next_token(chat[-1])
             rows.append(self.own_tokenizer(rendered, add_special_tokens=False)["input_ids"])
         return rows
 
@@ -185,7 +185,7 @@ def _vision_of(model: RewardModelModelConfig) -> VisionConfig | None:
     # Of other kinds the config is not loaded: Transformers may learn them from model.external_lib only in the workers.
     if kind not in FAMILIES:
         return None
-    return VisionConfig.of(load_hf_config(model.path, model.override_config, model.trust_remote_code))
+    return VisionConfig.from_config(load_hf_config(model.path, model.override_config, model.trust_remote_code))
 
 
 def _require_same_pixels(model: RewardModelModelConfig, policy_path: str) -> None:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from verl.plugins.endpoint.app import MOST_BYTES
+from verl.plugins.endpoint.app import MAX_BYTES
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -91,7 +91,7 @@ def test_a_body_without_end_is_refused(serve):
             pass
         else:
             pytest.fail("100 MB were read")
-    assert sent < 2 * MOST_BYTES
+    assert sent < 2 * MAX_BYTES
     assert post(trajectory.access, json.dumps({"model": "policy", "messages": HI}).encode())[0] == 200
 
 

@@ -102,7 +102,7 @@ def test_bytes_of_an_engine_by_hand():
         "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
         "num_attention_heads": 4, "vocab_size": 100, "num_local_experts": 4, "num_experts_per_tok": 2,
     }  # fmt: skip
-    mixture, experts = ModelShape.of(fields, "config.json"), 4 * 3 * 64 * 128
+    mixture, experts = ModelShape.from_fields(fields, "config.json"), 4 * 3 * 64 * 128
     shared = EngineLayout(tensor=2, copies=2, expert=4)
     assert shared.ranks == shared.expert_ranks == 4
     assert shared.weights(mixture) == (mixture.parameters() - experts) * 2 / 2 + experts * 2 / 4
@@ -125,7 +125,7 @@ def test_few_rows_read_few_experts():
         "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
         "num_attention_heads": 4, "vocab_size": 100, "num_local_experts": 4, "num_experts_per_tok": 2,
     }  # fmt: skip
-    shape, read = ModelShape.of(fields, "config.json"), 2.039e12
+    shape, read = ModelShape.from_fields(fields, "config.json"), 2.039e12
     experts = 4 * 3 * 64 * 128
 
     def of_experts(rows, **sizes):
@@ -141,7 +141,7 @@ def test_few_rows_read_few_experts():
 
 def test_a_rollout_takes_as_long_as_was_measured_on_a_gpu():
     # docs/internals/gpu.md: 256 responses of 512 tokens by 0.6 billion parameters on one H200 took 6.7 s.
-    shape = ModelShape.of(QWEN_600M, "config.json")
+    shape = ModelShape.from_fields(QWEN_600M, "config.json")
     there = Cluster(gpu=gpu_named("h200"), gpus=1, gpus_per_node=1, memory_gb=141)
     work = EngineWork(rows=256, rows_at_once=256, prompt=16, lengths=Lengths(512, 512), rows_of_all=256)
     seconds = generation_seconds(shape, there, work, EngineLayout(is_program=False))
@@ -153,5 +153,5 @@ def test_one_request_is_as_fast_as_published():
     # of 1,024 and responses of 128 tokens, one at a time: about 75 tokens/s.
     gpu = replace(gpu_named("a100"), memory_bytes_per_s=1.555e12)
     there = Cluster(gpu=gpu, gpus=1, gpus_per_node=1, memory_gb=40)
-    step = Decoding(ModelShape.of(LLAMA_8B, "config.json"), there, EngineLayout())
+    step = Decoding(ModelShape.from_fields(LLAMA_8B, "config.json"), there, EngineLayout())
     assert 1 / step.seconds(1, 1088) == pytest.approx(75, rel=0.05)

@@ -9,7 +9,7 @@ from verl.plugins.plan.passes import PassTokens
 from verl.plugins.plan.shapes import ModelShape
 from verl.workers.engine.model.head import GPU_CHUNK_ELEMENTS
 
-SHAPE = ModelShape.of(
+SHAPE = ModelShape.from_fields(
     {
         "model_type": "qwen3",
         "hidden_size": 8,
@@ -197,7 +197,7 @@ def test_ranks_that_share_experts_hold_a_part_of_them():
         "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "vocab_size": 100, "num_local_experts": 4, "num_experts_per_tok": 2,
     }  # fmt: skip
-    shape = ModelShape.of(fields, "config.json")
+    shape = ModelShape.from_fields(fields, "config.json")
     experts, total = 2 * 4 * 3 * 64 * 128, shape.parameters()
     layout = {"tensor": 2, "replicas": 4, "stored_bytes": 2, "is_gathered": False, "is_megatron": True}
     for more, ranks in (({}, 2), ({"expert": 2}, 4), ({"expert": 2, "expert_tensor": 1}, 2)):

@@ -27,7 +27,7 @@ QWEN_600M = {
 
 @pytest.mark.parametrize(("fields", "count"), [(QWEN_7B, 7_615_616_512), (LLAMA_8B, 8_030_261_248)])
 def test_published_counts(fields, count):
-    assert ModelShape.of(fields, "config.json").parameters() == count
+    assert ModelShape.from_fields(fields, "config.json").parameters() == count
 
 
 @pytest.mark.parametrize("family", ["gemma", "llama", "mistral", "qwen2", "qwen3"])
@@ -35,13 +35,13 @@ def test_published_counts(fields, count):
 def test_counts_are_those_of_transformers(family, tied):
     model = tiny_model(family, num_hidden_layers=3, tie_word_embeddings=tied)
     fields = json.loads(model.config.to_json_string(use_diff=False))
-    assert ModelShape.of(fields, "config.json").parameters() == sum(p.numel() for p in model.parameters())
+    assert ModelShape.from_fields(fields, "config.json").parameters() == sum(p.numel() for p in model.parameters())
 
 
 def test_counts_of_experts_in_some_layers_are_those_of_transformers():
     model = tiny_model("qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
     fields = json.loads(model.config.to_json_string(use_diff=False))
-    shape = ModelShape.of(fields, "config.json")
+    shape = ModelShape.from_fields(fields, "config.json")
     # Of the checkpoint's tensors those of the experts, which Transformers joins in two, are three for each expert.
     assert shape.sparse_layers == (1,)
     assert shape.tensors == sum(1 for _ in model.state_dict()) - 2 + 3 * fields["num_local_experts"]
@@ -77,7 +77,7 @@ def test_counts_of_shared_experts_are_those_of_transformers(family, changes):
         model = Glm4MoeForCausalLM(config)
     else:
         model = tiny_model(family, **changes)
-    shape = ModelShape.of(json.loads(model.config.to_json_string(use_diff=False)), "config.json")
+    shape = ModelShape.from_fields(json.loads(model.config.to_json_string(use_diff=False)), "config.json")
     assert shape.parameters() == sum(p.numel() for p in model.parameters())
     parts = [shape.parameters_of_layers(0, 1), shape.parameters_of_layers(1, shape.layers)]
     assert sum(parts[0] + parts[1]) == sum(shape.parameters_of_layers(0, shape.layers))
@@ -87,11 +87,11 @@ def test_counts_of_shared_experts_are_those_of_transformers(family, changes):
 def test_latent_attention_as_published():
     # 671 billion parameters (arXiv:2412.19437); 70 KB of latent vectors for each token, 576 numbers in 61 layers, on
     # every rank (arXiv:2505.09343, table 1).
-    shape = ModelShape.of(DEEPSEEK_V3, "config.json")
+    shape = ModelShape.from_fields(DEEPSEEK_V3, "config.json")
     assert shape.parameters() == pytest.approx(671e9, rel=1e-3)
     assert shape.cached_bytes(2) == shape.cached_bytes(2, ranks=8) == 576 * 61 * 2 == 70_272
     # Transformers caches keys of 192 and values of 128 numbers for each of 128 heads.
-    assert shape.cached_bytes(2, ranks=8, of_heads=True) == 61 * 128 * 320 * 2 / 8
+    assert shape.cached_bytes(2, ranks=8, per_head=True) == 61 * 128 * 320 * 2 / 8
 
 
 def test_experts_and_value_heads_by_hand():
@@ -102,7 +102,7 @@ def test_experts_and_value_heads_by_hand():
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 7, "num_experts": 3,
         "num_experts_per_tok": 2, "moe_intermediate_size": 5, "tie_word_embeddings": False,
     }  # fmt: skip
-    shape = ModelShape.of(fields, "config.json")
+    shape = ModelShape.from_fields(fields, "config.json")
     assert shape.parameters() == 48 + 12 + 180 + 12 + 56 + 4
     # A value head has 4 weights and a bias in place of the 28 weights of the other head.
     assert shape.parameters(outputs=1) == shape.parameters() - 28 + 5
@@ -117,16 +117,16 @@ def test_experts_and_value_heads_by_hand():
 
 def test_refused_are_other_models_and_missing_files(tmp_path):
     with pytest.raises(ConfigError, match="model_type=mamba is not planned for"):
-        ModelShape.of({"model_type": "mamba"}, "config.json")
+        ModelShape.from_fields({"model_type": "mamba"}, "config.json")
     with pytest.raises(ConfigError, match="vocab_size must be"):
-        ModelShape.of({key: value for key, value in QWEN_7B.items() if key != "vocab_size"}, "config.json")
+        ModelShape.from_fields({key: value for key, value in QWEN_7B.items() if key != "vocab_size"}, "config.json")
     latent = QWEN_7B | {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_routed_experts": "8"}
     with pytest.raises(ConfigError, match="qk_rope_head_dim, qk_nope_head_dim, v_head_dim, n_routed_experts must be"):
-        ModelShape.of(latent, "config.json")
+        ModelShape.from_fields(latent, "config.json")
     with pytest.raises(ConfigError, match="mlp_only_layers=3 must be a list"):
-        ModelShape.of(QWEN_7B | {"mlp_only_layers": 3}, "config.json")
+        ModelShape.from_fields(QWEN_7B | {"mlp_only_layers": 3}, "config.json")
     with pytest.raises(ConfigError, match="num_hidden_layers must be"):
-        ModelShape.of(QWEN_7B | {"num_hidden_layers": 0}, "config.json")
+        ModelShape.from_fields(QWEN_7B | {"num_hidden_layers": 0}, "config.json")
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
         ModelShape.read(str(tmp_path))
     with pytest.raises(ConfigError, match="there is no folder"):

@@ -19,7 +19,7 @@ def gpt(layers, hidden, heads, vocabulary=51200):
         "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": vocabulary,
         "tie_word_embeddings": True,
     }  # fmt: skip
-    return ModelShape.of(fields, "config.json")
+    return ModelShape.from_fields(fields, "config.json")
 
 
 def cluster(gpus, mfu, name="a100"):
@@ -122,7 +122,7 @@ def test_experts_exchange_tokens_by_hand():
         "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "vocab_size": 100, "num_local_experts": 4, "num_experts_per_tok": 2,
     }  # fmt: skip
-    held = megatron(ModelShape.of(fields, "config.json"), expert=2, replicas=2)
+    held = megatron(ModelShape.from_fields(fields, "config.json"), expert=2, replicas=2)
     there, work = cluster(2, 0.5), Work(2, 8, 8)
     with_it, without = (pass_seconds(held, c, work, 16, trains=False) for c in (there, without_network(there)))
     assert (with_it - without) * 300e9 == pytest.approx(32 * 2 * 2 * 2 * 128 / 2)
@@ -230,7 +230,7 @@ def test_experts_compute_whole_tiles():
         "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
         "num_attention_heads": 4, "vocab_size": 100, "num_local_experts": 4, "num_experts_per_tok": 2,
     }  # fmt: skip
-    shape = ModelShape.of(fields, "config.json")
+    shape = ModelShape.from_fields(fields, "config.json")
     fast = replace(PEAKS, gpu=replace(PEAKS.gpu, memory_bytes_per_s=math.inf))
     experts = 2 * 4 * 3 * 64 * 128 * 128 / 312e12  # of 128 rows each
 
@@ -258,7 +258,7 @@ def test_the_host_starts_the_operations_of_experts():
         "moe_intermediate_size": 32, "first_k_dense_replace": 2, "kv_lora_rank": 8, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8, "v_head_dim": 16,
     }  # fmt: skip
-    shape, there = ModelShape.of(fields, "config.json"), replace(PEAKS, launch_s=1e-3)
+    shape, there = ModelShape.from_fields(fields, "config.json"), replace(PEAKS, launch_s=1e-3)
 
     def launches(trains=False, **layout):
         held = replace(megatron(shape, **layout), trained=0)
@@ -284,7 +284,7 @@ def test_the_host_starts_the_operations_of_experts():
     ],
 )
 def test_updates_take_as_long_as_was_measured_on_a_gpu(rows, length, measured):
-    shape = ModelShape.of(QWEN_600M, "config.json")
+    shape = ModelShape.from_fields(QWEN_600M, "config.json")
     there = Cluster(gpu=gpu_named("h200"), gpus=1, gpus_per_node=1, memory_gb=141)
     for checkpoints, speed in zip((False, True), measured, strict=True):
         held = ModelMemory(shape=shape, layout=RankLayout(), trained=shape.parameters(), checkpoints=checkpoints)

@@ -17,7 +17,7 @@ from tests.workers.support import (
     with_kept_ids,
     with_log_probs,
 )
-from verl.agents.drawn import from_batch, to_batch
+from verl.agents.partial_responses import from_batch, to_batch
 from verl.config import RefConfig
 from verl.errors import ConfigError, RolloutError
 from verl.protocol import DataProto

@@ -99,7 +99,7 @@ def check_log_probs(name: str, family: str, rows: str, folder: Path, **of_model:
 
 def scored(engine: BaseRollout, whole: DataProto) -> Tensor:
     """The log-probs of responses as a teacher of their prompts, images included, gives them."""
-    requests = requests_of(whole, 0, 1.0, VisionConfig.of(engine.hf_config))
+    requests = requests_of(whole, 0, 1.0, VisionConfig.from_config(engine.hf_config))
     return columns_of(whole, requests, engine.score(requests), 0).batch["teacher_logprobs"]
 
 

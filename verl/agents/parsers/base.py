@@ -1,4 +1,4 @@
-"""What all tool parsers share: the registry, the result, and reading JSON that a model wrote."""
+"""Shared parts of all tool parsers: the registry, the result, and reading JSON that a model wrote."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ END_MARKERS = (
     "<end_of_turn>", "<｜end▁of▁sentence｜>", "<|user|>", "<|observation|>", "<|end|>", "<|call|>", "<|return|>",
 )  # fmt: skip
 """Tokens that end a turn, of all known templates; they are no part of the message."""
-MOST_MALFORMED = 8
+MAX_MALFORMED = 8
 """Calls of one response that are reported; a model that repeats itself writes thousands, and each gets an answer."""
 THINK, END_OF_THINK = "<think>", "</think>"
 
@@ -137,7 +137,7 @@ class ToolParser(ABC):
         return None
 
     def is_thinking_after(self, ids: Sequence[int]) -> bool:
-        """Whether a context ends with an opened thinking block, as the header of some templates does."""
+        """Return whether a context ends with an opened thinking block, as the header of some templates does."""
         return decoded(self.tokenizer, list(ids[-8:])).rstrip().endswith(THINK)
 
     @classmethod
@@ -161,7 +161,7 @@ def get_tool_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser
 
 
 def is_built_in_parser(name: str) -> bool:
-    """Whether verl's own parser has this name."""
+    """Return whether verl's own parser has this name."""
     return name in _parsers and _parsers.get(name).__module__.startswith(f"{__package__}.")
 
 
@@ -234,12 +234,12 @@ def settled(text: str, marks: Sequence[str]) -> str:
     beginning of one of the ``marks``.
     """
     while True:
-        kept = text.rstrip().rstrip("\ufffd")
-        begun = max((n for mark in marks for n in range(1, len(mark)) if kept.endswith(mark[:n])), default=0)
-        kept = kept[: len(kept) - begun]
-        if kept == text:
+        stable = text.rstrip().rstrip("\ufffd")
+        mark_length = max((n for mark in marks for n in range(1, len(mark)) if stable.endswith(mark[:n])), default=0)
+        stable = stable[: len(stable) - mark_length]
+        if stable == text:
             return text
-        text = kept
+        text = stable
 
 
 Reading = tuple[str, list[FunctionCall], list[MalformedCall]]
@@ -265,7 +265,7 @@ def read_calls(text: str, start: str, end: str, read_one: Callable[[str, int], t
         read_one: returns the call after a place of the text, and the place after its end; raises NoCallError.
     """
     pieces, calls, malformed, position = [], [], [], 0
-    while len(malformed) < MOST_MALFORMED and (start_of_call := text.find(start, position)) >= 0:
+    while len(malformed) < MAX_MALFORMED and (start_of_call := text.find(start, position)) >= 0:
         pieces.append(text[position:start_of_call])
         after = start_of_call + len(start)
         try:
@@ -288,34 +288,34 @@ def _end_of_broken(text: str, position: int, start: str, end: str) -> int:
 _BLANKS = re.compile(r"\s*")
 
 
-def expect(text: str, position: int, wanted: str) -> int:
-    """Return the place after ``wanted``, which may follow blanks.
+def expect(text: str, position: int, expected: str) -> int:
+    """Return the position after ``expected``, which may follow blanks.
 
     Raises:
         NoCallError: something else is there.
     """
     at = skip_blanks(text, position)
-    if not text.startswith(wanted, at):
+    if not text.startswith(expected, at):
         seen = f"found {text[at : at + 20]!r}" if text[at:] else "the response ends"
-        raise NoCallError(f"expected {wanted!r} at character {at}, but {seen}")
-    return at + len(wanted)
+        raise NoCallError(f"expected {expected!r} at character {at}, but {seen}")
+    return at + len(expected)
 
 
-def read_value(text: str, position: int, end: str, others: re.Pattern[str], what: str) -> tuple[str, int]:
+def read_value(text: str, position: int, end: str, followers: re.Pattern[str], what: str) -> tuple[str, int]:
     """Return the text up to ``end``, and the place after it; the model may have left ``end`` out.
 
     Args:
         text: what is read.
         position: where the value begins.
         end: text that ends it.
-        others: matches what can only follow the value. Before the next ``end``, it ends the value too, with the blanks
-            in front of it.
+        followers: matches what can only follow the value. Before the next ``end``, it ends the value too, with the
+            blanks in front of it.
         what: the value, for the message.
 
     Raises:
         NoCallError: neither of the two follows.
     """
-    end_of_value, other = text.find(end, position), others.search(text, position)
+    end_of_value, other = text.find(end, position), followers.search(text, position)
     if other and (end_of_value < 0 or other.start() < end_of_value):
         return text[position : other.start()].rstrip(), other.start()
     if end_of_value < 0:

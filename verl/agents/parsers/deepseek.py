@@ -33,7 +33,7 @@ _PARAMETER = re.compile(r'<｜DSML｜parameter\s+name="([^"]+)"(?:\s+string="(tr
 """``string`` says whether the value is text as it stands or JSON."""
 _END_PARAMETER = "</｜DSML｜parameter>"
 _AFTER_VALUE = re.compile(rf"{_PARAMETER.pattern}|{END_INVOKE}")
-"""What may follow a value whose end tag the model left out."""
+"""Text that may follow a value whose end tag the model left out."""
 
 
 @ToolParser.register("deepseek")

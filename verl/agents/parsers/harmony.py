@@ -20,7 +20,7 @@ from verl.agents.parsers.base import (
 
 MESSAGE = "<|message|>"
 _ENDS = re.compile(r"<\|(?:end|call|return|start)\|>")
-"""What ends a message; ``start`` too, because models leave the end out at times."""
+"""Tokens that end a message; ``start`` too, because models leave the end out at times."""
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _ANALYSIS = re.compile(
     r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>(.*?)(?:<\|end\|>|<\|return\|>|$)", re.DOTALL

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from verl.agents.parsers.base import (
-    MOST_MALFORMED,
+    MAX_MALFORMED,
     FunctionCall,
     MalformedCall,
     NoCallError,
@@ -125,7 +125,7 @@ class MistralToolParser(TextToolParser):
             except NoCallError as error:
                 malformed.append(MalformedCall(json.dumps(element, ensure_ascii=False), str(error)))
         pieces = [text[:marker], *(call.text for call in malformed), text[position:]]
-        return "".join(pieces) if calls else text, calls, malformed[:MOST_MALFORMED]
+        return "".join(pieces) if calls else text, calls, malformed[:MAX_MALFORMED]
 
     @staticmethod
     def _read_one(text: str, position: int) -> tuple[FunctionCall, int]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from verl.agents.parsers.base import (
-    MOST_MALFORMED,
+    MAX_MALFORMED,
     FunctionCall,
     MalformedCall,
     NoCallError,
@@ -65,7 +65,7 @@ class PythonicToolParser(TextToolParser):
             except (NoCallError, RecursionError) as error:
                 malformed.append(MalformedCall(source, str(error)))
         content = " ".join([before, *(call.text for call in malformed)]) if calls else text
-        return content, calls, malformed[:MOST_MALFORMED]
+        return content, calls, malformed[:MAX_MALFORMED]
 
 
 def _elements(text: str) -> list[tuple[ast.expr, str]]:
@@ -137,7 +137,7 @@ def _value(node: ast.expr, key: str) -> object:
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
             return [_value(element, key) for element in elements]
         case ast.Dict(keys=keys, values=values):
-            return {_key(one, key): _value(value, key) for one, value in zip(keys, values, strict=True)}
+            return {_key(key_node, key): _value(value, key) for key_node, value in zip(keys, values, strict=True)}
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=int() | float() as number)):
             return -number if isinstance(sign, ast.USub) else +number
         case ast.Constant(value=None | bool() | int() | float() | str() as value):

@@ -28,9 +28,9 @@ _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _AFTER_PARAMETER = re.compile(
     r"\n<parameter=[^<>\n]+>|</function>\s*(?:</?tool_call>|<function=|\Z)|</tool_call>\s*<tool_call>\s*<function="
 )
-"""What may follow a value of Qwen3-Coder whose end tag the model left out."""
+"""Text that may follow a value of Qwen3-Coder whose end tag the model left out."""
 _AFTER_ARG_VALUE = re.compile(r"<arg_key>[^<]+</arg_key>\s*<arg_value>|</tool_call>\s*(?:<tool_call>|\Z)")
-"""What may follow a value of GLM whose end tag the model left out."""
+"""Text that may follow a value of GLM whose end tag the model left out."""
 _TYPE_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 """Names of JSON schema for the types that ``json.loads`` returns."""
 
@@ -123,19 +123,19 @@ def typed(text: str, schema: Mapping[str, object] | None) -> object:
     >>> typed("12", {"type": "integer"}), typed("12", {"type": "string"}), typed("x", {"type": "integer"})
     (12, '12', 'x')
     """
-    wanted = _types(schema or {})
-    if not wanted - {"string"}:
+    types = _types(schema or {})
+    if not types - {"string"}:
         return text
     stripped = text.strip()
-    if "string" not in wanted:
+    if "string" not in types:
         stripped = re.sub(r"^\+(?=\d)", "", stripped)
     try:
         value = _PYTHON_WORDS[stripped] if stripped in _PYTHON_WORDS else json.loads(stripped)
     except (ValueError, RecursionError):
         return text
     kind = "null" if value is None else _TYPE_NAMES[type(value)]
-    matches = kind in wanted or (kind == "integer" and "number" in wanted)
-    return value if matches or "string" not in wanted else text
+    matches = kind in types or (kind == "integer" and "number" in types)
+    return value if matches or "string" not in types else text
 
 
 def _types(schema: JsonMapping) -> set[str]:
@@ -143,8 +143,8 @@ def _types(schema: JsonMapping) -> set[str]:
     kinds = schema.get("type", [])
     types = {kinds} if isinstance(kinds, str) else set(kinds)
     for key in ("anyOf", "oneOf"):
-        for one in schema.get(key, ()):
-            types |= _types(one)
+        for variant in schema.get(key, ()):
+            types |= _types(variant)
     if not types and "enum" in schema:
         types = {"null" if value is None else _TYPE_NAMES.get(type(value), "string") for value in schema["enum"]}
     return types | ({"null"} if schema.get("nullable") else set())

@@ -111,8 +111,8 @@ def prepare_m2po(columns: Mapping[str, Tensor], config: ActorConfig, seed: int) 
     require(columns, names, "policy loss 'm2po'")
     mask = columns["response_mask"]
     log_ratio = log_ratio_of(columns["old_log_probs"], columns["rollout_log_probs"], mask)
-    kept = second_moment_mask(log_ratio, columns["advantages"], mask, config.policy_loss.m2_threshold)
-    return {"m2_mask": kept.long()}
+    is_kept = second_moment_mask(log_ratio, columns["advantages"], mask, config.policy_loss.m2_threshold)
+    return {"m2_mask": is_kept.long()}
 
 
 def second_moment_mask(log_ratio: Tensor, advantages: Tensor, response_mask: Tensor, threshold: float) -> Tensor:
@@ -135,10 +135,10 @@ def second_moment_mask(log_ratio: Tensor, advantages: Tensor, response_mask: Ten
     outward = (valid & (((A > 0) & (delta > 0)) | ((A < 0) & (delta < 0)))).flatten().nonzero()[:, 0]
     squares, order = (delta.flatten()[outward] ** 2).sort(stable=True)
     means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
-    kept = valid.flatten().clone()
+    is_kept = valid.flatten().clone()
     # The mean over the n smallest squares grows with n.
-    kept[outward[order[int((means <= threshold).sum()) :]]] = False
-    return kept.view(valid.shape)
+    is_kept[outward[order[int((means <= threshold).sum()) :]]] = False
+    return is_kept.view(valid.shape)
 
 
 @register_policy_loss(
@@ -176,5 +176,5 @@ def m2po(
     Paper: https://arxiv.org/abs/2510.01161, eq. 5 and algorithm 1.
     """
     ratio = bounded_log_ratio(log_prob, zero_masked(rollout_log_probs, response_mask)).exp()
-    kept = m2_mask.bool()
-    return LossTerms((-advantages * ratio).masked_fill(~kept, 0.0), ~kept)
+    is_kept = m2_mask.bool()
+    return LossTerms((-advantages * ratio).masked_fill(~is_kept, 0.0), ~is_kept)

@@ -77,7 +77,9 @@ def bypass_mode(
             metrics |= ratio_metrics(ratio, band)
     losses = terms.losses
     if settings.rollout_rs is not None:
-        kept = accepted(log_ratio, response_mask, parse_criteria(settings.rollout_rs, settings.rollout_rs_threshold))
-        losses = zero_masked(losses, kept)
-        metrics["rollout_corr/rollout_rs_masked_fraction"] = (~kept).double()
+        is_accepted = accepted(
+            log_ratio, response_mask, parse_criteria(settings.rollout_rs, settings.rollout_rs_threshold)
+        )
+        losses = zero_masked(losses, is_accepted)
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = (~is_accepted).double()
     return LossTerms(losses, terms.is_clipped, terms.is_clipped_lower, metrics)

@@ -67,9 +67,9 @@ def _count(fraction: float, response_mask: Tensor) -> int:
 
 
 def _selected(response_mask: Tensor, flat_positions: Tensor) -> dict[str, Tensor]:
-    chosen = torch.zeros(response_mask.numel(), dtype=torch.int64, device=response_mask.device)
-    chosen[flat_positions] = 1
-    return {"cov_selected": chosen.view(response_mask.shape)}
+    selection = torch.zeros(response_mask.numel(), dtype=torch.int64, device=response_mask.device)
+    selection[flat_positions] = 1
+    return {"cov_selected": selection.view(response_mask.shape)}
 
 
 @register_policy_loss(

@@ -93,6 +93,7 @@ def vanilla(
     clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     losses = torch.maximum(plain, clipped)
     bound = -advantages * clip_ratio_c
+    # With A < 0 the first clip leaves large ratios unbounded, and with them the gradient.
     is_dual_clipped = (advantages < 0) & (losses > bound)
     losses = torch.where(advantages < 0, torch.minimum(losses, bound), losses)
     return LossTerms(losses, clipped > plain, is_dual_clipped)

@@ -33,15 +33,15 @@ def initialize_interactions_from_config(interaction_config_file: Entries) -> dic
     Raises:
         ConfigError: the file, an entry or a class is wrong, or two have one name.
     """
-    made: dict[str, BaseInteraction] = {}
+    interactions: dict[str, BaseInteraction] = {}
     for where, entry in read_entries(interaction_config_file, SETTING, "interaction", KEYS):
         cls = load_class(entry.get("class_name"), BaseInteraction, f"{where}.class_name")
         name = str(entry.get("name") or cls.__name__.removesuffix("Interaction").lower())
-        if name in made:
+        if name in interactions:
             raise ConfigError(f"{where}: another interaction is called '{name}' too. Give them different names.")
         try:
             with user_code(f"{cls.__name__} cannot be made"):
-                made[name] = cls({**(entry.get("config") or {}), "name": name})
+                interactions[name] = cls({**(entry.get("config") or {}), "name": name})
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
-    return made
+    return interactions

@@ -25,7 +25,7 @@ from verl.plugins.endpoint.stream import ReplyWriter, Vendor, disconnected, stre
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 32 * 2**20
+MAX_BYTES = 32 * 2**20
 """Longest body of a call, as Anthropic has it."""
 TOO_LONG = 413
 """Status of a refused body."""
@@ -37,12 +37,12 @@ Find = Callable[[str, str], ModelBackend]
 ``/v1``, without slashes: the id of a trajectory, or empty."""
 
 
-class Asked(Protocol):
+class CallRequest(Protocol):
     """Body of a request that was read."""
 
     @property
     def stream(self) -> bool | None:
-        """Whether the client wants a stream."""
+        """Return whether the client wants a stream."""
         ...
 
     def call(self) -> ModelCall:
@@ -111,53 +111,55 @@ def endpoint_app(find: Find) -> Starlette:
         for prefix in ("", "/{trajectory}")
         for path in ("", "/{model:path}")
     ]
-    said = f"Known: POST {', '.join(path for path, *_ in routes)}, GET models, each after /v1/."
-    unknown = partial(_unknown, said)
+    known_paths = f"Known: POST {', '.join(path for path, *_ in routes)}, GET models, each after /v1/."
+    unknown = partial(_unknown, known_paths)
     handlers = {404: unknown, 405: unknown, 500: _internal_error}
     return Starlette(routes=[*served, *listed], exception_handlers=handlers)
 
 
-async def _unknown(known: str, request: Request, error: Exception) -> Response:
+async def _unknown(known_paths: str, request: Request, error: Exception) -> Response:
     """Answer a request for a path that the endpoint does not serve. The path stays out: it may have a key."""
     status = error.status_code if isinstance(error, HTTPException) else 404
-    refused = CallRefusedError(f"the endpoint does not serve this path by {request.method}. {known}", status=status)
+    refused = CallRefusedError(
+        f"the endpoint does not serve this path by {request.method}. {known_paths}", status=status
+    )
     return _json_response(OPENAI.error(refused), status)
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     """Answer a call in which verl itself failed; the server logs the error."""
-    said = f"the endpoint failed: {type(error).__name__}; its log says more."
-    return _json_response(OPENAI.error(CallRefusedError(said, status=500)), 500)
+    message = f"the endpoint failed: {type(error).__name__}; its log says more."
+    return _json_response(OPENAI.error(CallRefusedError(message, status=500)), 500)
 
 
 async def _chat(backend: ModelBackend, body: JsonMapping) -> Response:
-    asked = chat.read(body)
-    return await _answered(backend, asked, chat.ChatReply(asked, backend.tokenizer), OPENAI, "[DONE]")
+    request = chat.read(body)
+    return await _answered(backend, request, chat.ChatReply(request, backend.tokenizer), OPENAI, "[DONE]")
 
 
 async def _completions(backend: ModelBackend, body: JsonMapping) -> Response:
-    asked = completions.read(body, len(backend.tokenizer))
-    return await _answered(backend, asked, completions.CompletionReply(asked, backend.tokenizer), OPENAI, "[DONE]")
+    request = completions.read(body, len(backend.tokenizer))
+    return await _answered(backend, request, completions.CompletionReply(request, backend.tokenizer), OPENAI, "[DONE]")
 
 
 async def _responses(backend: ModelBackend, body: JsonMapping) -> Response:
-    asked = responses.read(body, backend.responses)
-    reply = responses.ResponsesReply(asked, backend.tokenizer, backend.responses)
-    return await _answered(backend, asked, reply, OPENAI)
+    request = responses.read(body, backend.responses)
+    reply = responses.ResponsesReply(request, backend.tokenizer, backend.responses)
+    return await _answered(backend, request, reply, OPENAI)
 
 
 async def _messages(backend: ModelBackend, body: Mapping[str, object]) -> Response:
-    asked = messages.read(body)
-    return await _answered(backend, asked, messages.MessagesReply(asked), ANTHROPIC)
+    request = messages.read(body)
+    return await _answered(backend, request, messages.MessagesReply(request), ANTHROPIC)
 
 
 async def _answered(
-    backend: ModelBackend, asked: Asked, reply: ReplyWriter, vendor: Vendor, end: str | None = None
+    backend: ModelBackend, request: CallRequest, reply: ReplyWriter, vendor: Vendor, end: str | None = None
 ) -> Response:
     """Draw the answers and send them, whole or as a stream; ``end`` is the data of a stream's last event."""
-    if asked.stream:
-        return await streamed(backend, asked.call(), reply, vendor, end)
-    answers = await backend.answer(asked.call())
+    if request.stream:
+        return await streamed(backend, request.call(), reply, vendor, end)
+    answers = await backend.answer(request.call())
     return Response(reply.whole(answers).model_dump_json(exclude_unset=True), media_type="application/json")
 
 
@@ -171,10 +173,10 @@ class _Models:
         except CallRefusedError as error:
             return _json_response(OPENAI.error(error), error.status)
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "verl"} for name in backend.models]
-        asked = request.path_params.get("model")
-        if asked is not None:
-            matching = [model for model in models if model["id"] == asked]
-            missing = CallRefusedError(f"the model {asked!r:.100} is not listed.", status=404, code="model_not_found")
+        name = request.path_params.get("model")
+        if name is not None:
+            matching = [model for model in models if model["id"] == name]
+            missing = CallRefusedError(f"the model {name!r:.100} is not listed.", status=404, code="model_not_found")
             return _json_response(matching[0]) if matching else _json_response(OPENAI.error(missing), 404)
         return _json_response({"object": "list", "data": models})
 
@@ -227,9 +229,9 @@ async def _bytes(request: Request) -> bytes:
     async for piece in request.stream():
         pieces.append(piece)
         length += len(piece)
-        if length > MOST_BYTES:
+        if length > MAX_BYTES:
             raise CallRefusedError(
-                f"the body is longer than {MOST_BYTES} bytes.", status=TOO_LONG, code="request_too_large"
+                f"the body is longer than {MAX_BYTES} bytes.", status=TOO_LONG, code="request_too_large"
             )
     return b"".join(pieces)
 

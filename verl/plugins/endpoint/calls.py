@@ -109,7 +109,7 @@ class ModelAnswer:
     """The stop text that ended the answer, if one did."""
     prompt_tokens: int
     token_ids: Sequence[int]
-    """What was drawn."""
+    """Sampled tokens."""
     log_probs: Sequence[float]
     """One for each drawn token."""
 

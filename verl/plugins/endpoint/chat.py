@@ -109,11 +109,11 @@ class ChatBody(CallBody):
 
 
 def _details(messages: Sequence[object]) -> Iterator[object]:
-    """Yield what image parts ask for as ``detail``."""
+    """Yield the ``detail`` that image parts request."""
     for message in messages:
         for part in without_images([dict(message)])[1] if isinstance(message, Mapping) else ():
-            asked = part.get("image_url") if isinstance(part, Mapping) else None
-            yield asked.get("detail") if isinstance(asked, Mapping) else None
+            image_url = part.get("image_url") if isinstance(part, Mapping) else None
+            yield image_url.get("detail") if isinstance(image_url, Mapping) else None
 
 
 def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -231,14 +231,14 @@ def token_texts(answer: ModelAnswer, tokenizer: Any) -> list[str]:
 
 
 def asks_usage(options: Mapping[str, object] | None) -> bool:
-    """Whether ``stream_options`` ask for a last chunk with the number of tokens."""
+    """Return whether ``stream_options`` ask for a last chunk with the number of tokens."""
     return bool((options or {}).get("include_usage"))
 
 
 def usage(answers: Sequence[ModelAnswer]) -> CompletionUsage:
     """Count the tokens of a call."""
-    prompt, drawn = answers[0].prompt_tokens, sum(len(answer.token_ids) for answer in answers)
-    return CompletionUsage(prompt_tokens=prompt, completion_tokens=drawn, total_tokens=prompt + drawn)
+    prompt, sampled = answers[0].prompt_tokens, sum(len(answer.token_ids) for answer in answers)
+    return CompletionUsage(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
 
 
 def read(body: Mapping[str, object]) -> ChatBody:

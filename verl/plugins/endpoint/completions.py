@@ -115,6 +115,6 @@ def read(body: Mapping[str, object], vocabulary: int) -> CompletionBody:
     read = read_body(CompletionBody, body)
     for token in () if isinstance(read.prompt, str) else read.prompt:
         if not 0 <= token < vocabulary:
-            said = f"prompt: {token} is no token. The tokenizer has the ids 0 to {vocabulary - 1}."
-            raise CallRefusedError(said, param="prompt", code="invalid_value")
+            message = f"prompt: {token} is no token. The tokenizer has the ids 0 to {vocabulary - 1}."
+            raise CallRefusedError(message, param="prompt", code="invalid_value")
     return read

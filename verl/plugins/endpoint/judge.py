@@ -57,12 +57,12 @@ ASLEEP = (
     "the judge is asleep: it answers only while the rewards of a batch are computed; on ranks of its own "
     "(reward_model.enable_resource_pool=true) also while agent loops hold conversations."
 )
-OF_JUDGES = frozenset({"seed", "chat_template_kwargs"})
+JUDGE_PARAMETERS = frozenset({"seed", "chat_template_kwargs"})
 """Parameters of a call that a judge supports beyond those that every model supports."""
 RESERVED = frozenset({"messages", "conversation", "tools", "tokenize", "add_generation_prompt"})
 """Names that are no variables of a chat template."""
 COUNTED = ("calls", "failed_calls", "prompt_tokens", "tokens", "wake_s")
-"""What is counted: calls and those refused, tokens read and drawn, and seconds until the engines were awake."""
+"""Counters: calls and those refused, tokens read and sampled, and seconds until the engines were awake."""
 KEPT_TEMPLATES = 16
 """Largest number of cached chat templates, one for each set of variables that calls give."""
 
@@ -216,7 +216,7 @@ class JudgeBackend:
         if call.must_call:
             message = "tool_choice: a judge calls no tools. Leave it out."
             raise CallRefusedError(message, param="tool_choice", code="unsupported_parameter")
-        refuse_unmet(call, OF_JUDGES, "Leave it out.")
+        refuse_unmet(call, JUDGE_PARAMETERS, "Leave it out.")
         seed = call.extra.get("seed")
         engine = self._engine if seed is None else self._model(f"seed {seed}")
         ids = self._tokens(call)
@@ -227,7 +227,7 @@ class JudgeBackend:
             for each in range(call.n)
         ]
         try:
-            drawn = await asyncio.gather(*drawing)
+            outputs = await asyncio.gather(*drawing)
         except ContextFullError as error:
             raise ContextLengthError(len(ids), engine.max_model_len) from error
         except ConfigError as error:
@@ -239,7 +239,7 @@ class JudgeBackend:
         finally:
             for task in drawing:
                 task.cancel()
-        return [self._read(call, len(ids), output) for output in drawn]
+        return [self._read(call, len(ids), output) for output in outputs]
 
     def _tokens(self, call: ModelCall) -> list[int]:
         """Tokenize a call; texts of messages never become control tokens."""
@@ -304,10 +304,11 @@ def _check_context(settings: ActorRolloutRefConfig) -> None:
         ConfigError: they do not.
     """
     rollout, text = settings.rollout, hf_config_of(settings.model).get_text_config()
-    asked = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    needed = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     positions = getattr(text, "max_position_embeddings", None)
-    if positions is not None and asked > positions:
+    if positions is not None and needed > positions:
         raise ConfigError(
-            f"reward_model.rollout: a request and its answer may take {asked} tokens (prompt_length + response_length, "
-            f"or max_model_len), and the judge's context has max_position_embeddings={positions}. Lower them."
+            f"reward_model.rollout: a request and its answer may take {needed} tokens (prompt_length + "
+            f"response_length, or max_model_len), and the judge's context has max_position_embeddings={positions}. "
+            "Lower them."
         )

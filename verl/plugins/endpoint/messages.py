@@ -44,7 +44,7 @@ class MessagesTool(BaseModel):
 
 
 class ToolChoice(BaseModel):
-    """Whether tools are to be called."""
+    """True if tools are to be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -106,8 +106,8 @@ def _turns(message: Mapping[str, object], index: int) -> list[Message]:
             function = {"name": block.get("name"), "arguments": json.dumps(arguments, ensure_ascii=False)}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            said = _content_of(block.get("content"), where)
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
+            result_content = _content_of(block.get("content"), where)
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result_content})
         elif kind not in THOUGHTS or role != "assistant":
             expected = "text, image or tool_result" if role == "user" else "text or tool_use"
             raise CallRefusedError(
@@ -176,15 +176,15 @@ class MessagesReply:
         self._body = body
         self._id = f"msg_{secrets.token_hex(12)}"
         self._has_text = False
-        """Whether the block of the text has begun."""
+        """True if the block of the text has begun."""
 
     def whole(self, answers: Sequence[ModelAnswer]) -> Reply:
         """Return the answer that is not streamed."""
         [answer] = answers
         texts = [{"type": "text", "text": answer.content}] if answer.content or not answer.calls else []
-        drawn = len(answer.token_ids)
+        sampled = len(answer.token_ids)
         return Reply.model_validate(
-            self._message([*texts, *_calls(answer)], *_end(answer), answer.prompt_tokens, drawn)
+            self._message([*texts, *_calls(answer)], *_end(answer), answer.prompt_tokens, sampled)
         )
 
     def begin(self, prompt_tokens: int) -> Iterator[Event]:
@@ -218,7 +218,7 @@ class MessagesReply:
         yield _event({"type": "message_stop"})
 
     def _message(
-        self, blocks: Sequence[Mapping[str, object]], reason: str | None, stop: str | None, prompt: int, drawn: int
+        self, blocks: Sequence[Mapping[str, object]], reason: str | None, stop: str | None, prompt: int, sampled: int
     ) -> JsonObject:
         return {
             "id": self._id,
@@ -228,7 +228,7 @@ class MessagesReply:
             "content": list(blocks),
             "stop_reason": reason,
             "stop_sequence": stop,
-            "usage": {"input_tokens": prompt, "output_tokens": drawn},
+            "usage": {"input_tokens": prompt, "output_tokens": sampled},
         }
 
 

@@ -85,9 +85,9 @@ class ProgramAgentLoop(AgentLoopBase):
     def check_arguments(cls, arguments: Mapping[str, object]) -> None:
         """See :meth:`AgentLoopBase.check_arguments`."""
         _server()
-        known = ("program", "command", "ignore")
-        if unknown := sorted(set(arguments) - set(known)):
-            raise ConfigError(f"{ENTRY} has {', '.join(unknown)}. Known: {', '.join(known)}.")
+        names = ("program", "command", "ignore")
+        if unknown := sorted(set(arguments) - set(names)):
+            raise ConfigError(f"{ENTRY} has {', '.join(unknown)}. Known: {', '.join(names)}.")
         program_of(arguments.get("program"), arguments.get("command"))
         ignore = arguments.get("ignore", [])
         if not (isinstance(ignore, list) and all(isinstance(name, str) for name in ignore)):
@@ -122,7 +122,7 @@ class ProgramAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: JsonObject, **kwargs: object) -> list[AgentLoopOutput]:
         """See :meth:`AgentLoopBase.run`."""
         settings = replace(self.shared.settings, ignored=self._ignored)
-        maker = ImagePrompts.of(self.processor)
+        maker = ImagePrompts.from_processor(self.processor)
         messages, images = await asyncio.to_thread(_prompt, kwargs, maker)
         row = {name: value for name, value in kwargs.items() if name != INPUTS}
         recorder = TrajectoryRecorder(self.server_manager, settings, maker)

@@ -121,8 +121,10 @@ class CommandProgram:
                 _end_family(process, str(row))
             printed, errors = await printing, await complaining
         if status != 0:
-            said = redacted(errors.decode(errors="replace"), [task.api_key]).strip()
-            raise RolloutError(f"the command {self.command[0]} ended with status {status}. It wrote last: {said}")
+            last_output = redacted(errors.decode(errors="replace"), [task.api_key]).strip()
+            raise RolloutError(
+                f"the command {self.command[0]} ended with status {status}. It wrote last: {last_output}"
+            )
         if len(printed) > LONGEST_ANSWER:
             raise RolloutError(f"the command {self.command[0]} printed more than {LONGEST_ANSWER} bytes as its answer.")
         return printed.decode(errors="replace").strip()
@@ -170,20 +172,20 @@ def _plain(value: object) -> object:
 
 def _beginning(stream: BufferedReader, most: int) -> bytes:
     """Read a stream to its end and return its first bytes."""
-    kept = bytearray()
+    beginning = bytearray()
     with stream:
         while piece := stream.read1(2**16):
-            kept += piece[: most - len(kept)]
-    return bytes(kept)
+            beginning += piece[: most - len(beginning)]
+    return bytes(beginning)
 
 
 def _end(stream: BufferedReader, most: int) -> bytes:
     """Read a stream to its end and return its last bytes."""
-    kept = b""
+    ending = b""
     with stream:
         while piece := stream.read1(2**16):
-            kept = (kept + piece)[-most:]
-    return kept
+            ending = (ending + piece)[-most:]
+    return ending
 
 
 def _end_family(process: subprocess.Popen[bytes], row: str) -> None:

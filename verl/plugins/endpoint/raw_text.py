@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
-from verl.agents.conversation import Turn, Written
+from verl.agents.conversation import TokenSequence, Turn
 from verl.datasets.chat import Message
 
 if TYPE_CHECKING:
@@ -23,33 +23,33 @@ class RawText:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: str | list[int]) -> None:
         self._tokenizer = tokenizer
-        self._written = Written(self._encoded(prompt))
+        self._sequence = TokenSequence(self._encoded(prompt))
         self.messages: list[Message] = [{"role": "user"}]
 
     @property
     def prompt_ids(self) -> list[int]:
         """Tokens of the first prompt."""
-        return self._written.prompt_ids
+        return self._sequence.prompt_ids
 
     @property
     def response_ids(self) -> list[int]:
         """All tokens after the first prompt."""
-        return self._written.response_ids
+        return self._sequence.response_ids
 
     @property
     def response_mask(self) -> list[int]:
         """1 for tokens that the policy drew."""
-        return self._written.response_mask
+        return self._sequence.response_mask
 
     @property
     def turns(self) -> list[Turn]:
         """The parts of the response."""
-        return self._written.turns
+        return self._sequence.turns
 
     @property
     def ids(self) -> list[int]:
         """The first prompt and all tokens after it."""
-        return self._written.ids
+        return self._sequence.ids
 
     def beginnings(self, prompt: str | list[int]) -> Iterator[int]:
         """Yield for each turn of the policy how much of a longer prompt is written up to its end; 0 if it differs."""
@@ -62,12 +62,12 @@ class RawText:
     def add_text(self, text: str | list[int]) -> None:
         """Append what the program wrote."""
         ids = self._encoded(text)
-        self._written.add("user", ids, 0, [0.0] * len(ids))
+        self._sequence.add("user", ids, 0, [0.0] * len(ids))
         self.messages.append({"role": "user"})
 
     def add_drawn(self, token_ids: Sequence[int], log_probs: Sequence[float], message: Message) -> None:
         """Append what the policy drew."""
-        self._written.add("assistant", token_ids, 1, log_probs)
+        self._sequence.add("assistant", token_ids, 1, log_probs)
         self.messages.append(message)
 
     def copy(self) -> Self:
@@ -84,14 +84,14 @@ class RawText:
         return Counter()
 
     def _cut(self, parts: int) -> Self:
-        written, stop = self._written, self.turns[parts - 1].stop if parts else 0
-        twin = type(self)(self._tokenizer, written.prompt_ids)
-        twin._written = Written(
-            written.prompt_ids,
-            written.response_ids[:stop],
-            written.response_mask[:stop],
-            written.response_logprobs[:stop],
-            written.turns[:parts],
+        sequence, stop = self._sequence, self.turns[parts - 1].stop if parts else 0
+        twin = type(self)(self._tokenizer, sequence.prompt_ids)
+        twin._sequence = TokenSequence(
+            sequence.prompt_ids,
+            sequence.response_ids[:stop],
+            sequence.response_mask[:stop],
+            sequence.response_logprobs[:stop],
+            sequence.turns[:parts],
         )
         twin.messages = self.messages[: parts + 1]
         return twin

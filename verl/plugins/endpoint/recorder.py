@@ -70,7 +70,7 @@ class RecorderSettings:
     ignored: Collection[str] = ()
     """Parameters of calls that are disregarded where they cannot be kept."""
     remedy: str = ""
-    """What an error says of a parameter that cannot be kept."""
+    """Advice in errors about a parameter that cannot be honoured."""
 
 
 @dataclass
@@ -79,9 +79,9 @@ class _Sequence:
 
     agent: str
     conversation_id: int
-    """Of the conversation, for the engines: branches of it meet the engine that knows their beginning."""
+    """Id of the conversation for the engines: branches of it meet the engine that has cached their beginning."""
     conversation: Conversation | RawText
-    drawn: list[int] = field(default_factory=list)
+    turn_indices: list[int] = field(default_factory=list)
     """Number of each drawn turn in the trajectory; branches share some."""
 
 
@@ -93,12 +93,12 @@ class _AnswerPlace:
     origin: _Sequence | None
     """The sequence that it continues."""
     digest: bytes
-    """Of the agent, the tools and the messages."""
+    """Digest of the agent, the tools and the messages."""
     context: list[int]
     most: int
     """Tokens that the sequence may have."""
     is_thinking: bool = False
-    """Whether the answer begins in a thinking block."""
+    """True if the answer begins in a thinking block."""
     opening: list[int] = field(default_factory=list)
     """The beginning of a forced call, at the end of the context."""
 
@@ -123,12 +123,12 @@ class TrajectoryRecorder:
         self.responses: dict[str, list[Message]] = {}
         """See :class:`verl.plugins.endpoint.calls.ModelBackend`."""
         self.answers = 0
-        """How many answers were drawn."""
+        """Number of answers so far."""
         self.ignored: Counter[str] = Counter()
-        """In how many calls a parameter was disregarded."""
+        """Number of calls in which a parameter was disregarded, by its name."""
         self._policy, self._settings = policy, settings
         self._sequences: list[_Sequence] = []
-        self._known: dict[bytes, tuple[_Sequence, int]] = {}
+        self._positions: dict[bytes, tuple[_Sequence, int]] = {}
         """For each conversation that ends with a drawn turn, its sequence and the number of its turns until there."""
         self._conversations = itertools.count()
 
@@ -139,7 +139,7 @@ class TrajectoryRecorder:
         is_short &= not any(has_image_parts(message.get("content")) for message in call.messages)
         # Rendering a long context, or decoding images, which may have many pixels in a few bytes, would hold up the
         # other calls; a change of threads takes longer than a short one.
-        position = self._placed(call) if is_short else await asyncio.to_thread(self._placed, call)
+        position = self._find_place(call) if is_short else await asyncio.to_thread(self._find_place, call)
         room = position.most - len(position.context)
         if room < 1:
             self.status = "context_full"
@@ -152,17 +152,17 @@ class TrajectoryRecorder:
         texts = [self._text(call, position, stream, index) for index in range(call.n)]
         drawing = [asyncio.ensure_future(self._drawn(position, params, text)) for text in texts]
         try:
-            drawn = await asyncio.gather(*drawing)
+            outputs = await asyncio.gather(*drawing)
         finally:
-            for one in drawing:
-                one.cancel()  # does nothing unless another one raised
-        is_full = max_tokens == room and any(output.stop_reason == "length" for output in drawn)
+            for task in drawing:
+                task.cancel()  # does nothing unless another one raised
+        is_full = max_tokens == room and any(output.stop_reason == "length" for output in outputs)
         self.status = "context_full" if is_full else "done"
-        return [await self._recorded(call, position, *of) for of in zip(drawn, texts, strict=True)]
+        return [await self._recorded(call, position, *pair) for pair in zip(outputs, texts, strict=True)]
 
     def outputs(self) -> list[AgentLoopOutput]:
         """Return the training sequences, that with the newest answer last."""
-        ordered = sorted(self._sequences, key=lambda sequence: sequence.drawn[-1])
+        ordered = sorted(self._sequences, key=lambda sequence: sequence.turn_indices[-1])
         written = [(sequence, *self._split(sequence.conversation)) for sequence in ordered]
         seen: set[int] = set()
         outputs = []
@@ -170,11 +170,11 @@ class TrajectoryRecorder:
             conversation = sequence.conversation
             mask = list(rest.mask)
             drawn_turns = [turn for turn in conversation.turns if turn.role == "assistant"]
-            for turn_index, turn in zip(sequence.drawn, drawn_turns, strict=True):
+            for turn_index, turn in zip(sequence.turn_indices, drawn_turns, strict=True):
                 if turn_index in seen:
                     first = turn.start + len(mask) - len(conversation.response_mask)
                     mask[first : first + turn.stop - turn.start] = [0] * (turn.stop - turn.start)
-            seen.update(sequence.drawn)
+            seen.update(sequence.turn_indices)
             outputs.append(
                 AgentLoopOutput(
                     prompt_ids=prompt,
@@ -202,23 +202,23 @@ class TrajectoryRecorder:
                 code="turns_used_up",
             )
         configured = self._policy.sampling
-        others = {
+        deviating = {
             name: f"{value} is not the rollout's {getattr(configured, name)}, which the policy is trained with."
             for name, value in call.sampling.items()
             if value != getattr(configured, name)
         }
-        call = replace(call, unmet={**call.unmet, **others, **_unmet_calls(call, settings.parser)})
+        call = replace(call, unmet={**call.unmet, **deviating, **_unmet_calls(call, settings.parser)})
         refuse_unmet(call, settings.ignored, settings.remedy)
         self.ignored.update(call.unmet.keys())
 
-    def _placed(self, call: ModelCall) -> _AnswerPlace:
+    def _find_place(self, call: ModelCall) -> _AnswerPlace:
         """Find the sequence that a call continues, or begin one, and write the call's messages."""
         agent = agent_of(call.model)
         replies = [index for index, message in enumerate(call.messages, 1) if message["role"] == "assistant"]
-        known = replies[-1] if replies else 0
+        num_known = replies[-1] if replies else 0
         begin = _digest_of([agent, call.tools])
-        before = _digest(begin, call.messages[:known])
-        origin, turns = self._known.get(before, (None, 0))
+        before = _digest(begin, call.messages[:num_known])
+        origin, turns = self._positions.get(before, (None, 0))
         try:
             if call.prompt is not None:
                 return self._continued(call.prompt, agent)
@@ -230,13 +230,13 @@ class TrajectoryRecorder:
             else:
                 conversation = origin.conversation.branch(turns)
                 assert isinstance(conversation, Conversation)  # digests of raw prompts are of other texts
-                conversation.add_messages(call.messages[known:])
-                sequence = _Sequence(agent, origin.conversation_id, conversation, origin.drawn[:turns])
+                conversation.add_messages(call.messages[num_known:])
+                sequence = _Sequence(agent, origin.conversation_id, conversation, origin.turn_indices[:turns])
         except (DataError, ConfigError) as error:
             raise CallRefusedError(str(error), param=call.param, code="invalid_value") from error
         is_thinking = self._settings.parser.is_thinking_after(conversation.ids)
         opening = self._open_call(conversation, call, is_thinking)
-        position = self._place_in(sequence, origin, _digest(before, call.messages[known:]))
+        position = self._place_in(sequence, origin, _digest(before, call.messages[num_known:]))
         return replace(position, is_thinking=is_thinking, opening=opening)
 
     def _open_call(self, conversation: Conversation, call: ModelCall, is_thinking: bool) -> list[int]:
@@ -271,7 +271,7 @@ class TrajectoryRecorder:
         written = len(raw.ids)
         raw.add_text(prompt[beginning:])
         self._refuse_image_tokens(raw.ids[written:])
-        sequence = _Sequence(agent, origin.conversation_id, raw, origin.drawn[:turns])
+        sequence = _Sequence(agent, origin.conversation_id, raw, origin.turn_indices[:turns])
         return self._place_in(sequence, origin, _digest_of([agent, text]))
 
     def _refuse_image_tokens(self, ids: Collection[int]) -> None:
@@ -302,8 +302,8 @@ class TrajectoryRecorder:
             read = partial(self.tokenizer.decode, skip_special_tokens=True)
         return StreamedText(read, call.stop, partial(stream.text, index))
 
-    def _spoken(self, position: _AnswerPlace, drawn: list[int]) -> str:
-        return self._settings.parser.spoken(position.opening + drawn, position.is_thinking)
+    def _spoken(self, position: _AnswerPlace, token_ids: list[int]) -> str:
+        return self._settings.parser.spoken(position.opening + token_ids, position.is_thinking)
 
     async def _drawn(
         self, position: _AnswerPlace, params: Mapping[str, object], text: StreamedText | None
@@ -342,11 +342,11 @@ class TrajectoryRecorder:
             if not turn.calls or (call.calls_tools and call.tools is not None):
                 content, calls = turn.content, _with_ids(turn.calls, position.context, tokens)
         shown, stop_text = cut(content, call.stop)
-        said = shown if text is None else text.completed(shown)
-        known = {shown, shown + (stop_text or ""), said}
-        self._write(position, output, {"role": "assistant", "content": content}, calls, known)
+        sent_content = shown if text is None else text.completed(shown)
+        variants = {shown, shown + (stop_text or ""), sent_content}
+        self._write(position, output, {"role": "assistant", "content": content}, calls, variants)
         return ModelAnswer(
-            content=said,
+            content=sent_content,
             streamed="" if text is None else text.sent,
             calls=tuple(calls),
             finish="length" if output.stop_reason == "length" else "stop",
@@ -370,20 +370,22 @@ class TrajectoryRecorder:
                 for call in calls
             ]
             message = message | {"tool_calls": tool_calls}
-        origin, turns = position.origin, len(position.sequence.drawn)
+        origin, turns = position.origin, len(position.sequence.turn_indices)
         conversation = position.sequence.conversation.copy()
         conversation.add_drawn(output.token_ids, output.log_probs or [], message)
-        if origin is not None and len(origin.drawn) == turns:
+        if origin is not None and len(origin.turn_indices) == turns:
             sequence = origin
             sequence.conversation = conversation
         else:
-            sequence = replace(position.sequence, conversation=conversation, drawn=list(position.sequence.drawn))
+            sequence = replace(
+                position.sequence, conversation=conversation, turn_indices=list(position.sequence.turn_indices)
+            )
             self._sequences.append(sequence)
-        sequence.drawn.append(self.answers)
+        sequence.turn_indices.append(self.answers)
         self.answers += 1
         for content in shown:
             digest = _digest(position.digest, [message | {"content": content}])
-            self._known[digest] = sequence, turns + 1
+            self._positions[digest] = sequence, turns + 1
 
     def _split(self, conversation: Conversation | RawText) -> tuple[list[int], _ResponsePart]:
         """The prompt and the response; what a prompt may not hold is the beginning of the response."""
@@ -411,7 +413,7 @@ def agent_of(model: str) -> str:
 
 
 def _unmet_calls(call: ModelCall, parser: ToolParser) -> dict[str, str]:
-    """What ``unmet`` says of wishes for tool calls that a parser cannot fulfil."""
+    """Return the entries of ``unmet`` for demands on tool calls that a parser cannot fulfil."""
     format_, unmet = type(parser).__name__, {}
     if call.must_call and parser.opening(call.must_call) is None:
         unmet["tool_choice"] = f"a call cannot be forced, as the parser {format_} does not know how one begins."
@@ -422,16 +424,16 @@ def _unmet_calls(call: ModelCall, parser: ToolParser) -> dict[str, str]:
     return unmet
 
 
-def _with_ids(calls: Sequence[FunctionCall], context: list[int], drawn: list[int]) -> list[ModelToolCall]:
+def _with_ids(calls: Sequence[FunctionCall], context: list[int], token_ids: list[int]) -> list[ModelToolCall]:
     """Give calls ids of nine letters and digits, as Mistral's templates demand; the same for the same tokens."""
     if not calls:
         return []
-    known = hashlib.blake2b(repr((context, drawn)).encode())
+    common_digest = hashlib.blake2b(repr((context, token_ids)).encode())
     ids = []
     for index in range(len(calls)):
-        one = known.copy()
-        one.update(str(index).encode())
-        ids.append(base64.b32encode(one.digest()).decode()[:9].lower())
+        digest = common_digest.copy()
+        digest.update(str(index).encode())
+        ids.append(base64.b32encode(digest.digest()).decode()[:9].lower())
     return [ModelToolCall(id, call.name, call.arguments) for id, call in zip(ids, calls, strict=True)]
 
 

@@ -15,7 +15,7 @@ from verl.vision.data_urls import base64_of
 from verl.vision.messages import has_image_parts, has_video_parts, with_images, without_images
 
 Request = TypeVar("Request", bound="CallBody")
-Number = StrictFloat | StrictInt
+StrictNumber = StrictFloat | StrictInt
 
 NO_EFFECT = frozenset(
     {
@@ -46,9 +46,9 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles of messages, and what chat templates call them."""
 NOT_SHOWN = ("refusal", "function_call", "audio")
-"""What an assistant's message may have at OpenAI, and no chat template writes."""
+"""Fields of an assistant's message at OpenAI that no chat template writes."""
 WITH_IMAGES = ("user", "tool")
-"""Of these, the roles whose messages may have images."""
+"""Roles whose messages may have images."""
 
 
 class CallBody(BaseModel):
@@ -58,10 +58,10 @@ class CallBody(BaseModel):
 
     model: str = Field(min_length=1, max_length=200)
     stream: StrictBool | None = None
-    temperature: Number | None = Field(None, ge=0)
-    top_p: Number | None = Field(None, gt=0, le=1)
+    temperature: StrictNumber | None = Field(None, ge=0)
+    top_p: StrictNumber | None = Field(None, gt=0, le=1)
     top_k: StrictInt | None = None
-    min_p: Number | None = Field(None, ge=0, le=1)
+    min_p: StrictNumber | None = Field(None, ge=0, le=1)
 
     @property
     def sampling(self) -> dict[str, float]:
@@ -110,8 +110,8 @@ def checked_messages(messages: Sequence[object], param: str) -> list[Message]:
         CallRefusedError: they cannot be used.
     """
     try:
-        kept = [_kept(message, f"{param}[{index}]") for index, message in enumerate(messages)]
-        bare, images = without_images(kept)
+        checked = [_checked_message(message, f"{param}[{index}]") for index, message in enumerate(messages)]
+        bare, images = without_images(checked)
         urls = [{"image": _data_url(image, param)} for image in images]
         read = with_images(as_messages(bare, param, with_images=True), urls)
     except DataError as error:
@@ -179,9 +179,9 @@ def tools_to_call(tools: Sequence[str], name: str | None = None) -> tuple[str, .
         CallRefusedError: there is no such tool.
     """
     if not tools or name not in (None, *tools):
-        asked = "a tool" if name is None else f"{name!r:.100}"
+        wish = "a tool" if name is None else f"{name!r:.100}"
         raise CallRefusedError(
-            f"tool_choice: {asked} is to be called, and the tools of the request are {', '.join(tools) or 'none'}.",
+            f"tool_choice: {wish} is to be called, and the tools of the request are {', '.join(tools) or 'none'}.",
             param="tool_choice",
             code="invalid_value",
         )
@@ -215,7 +215,7 @@ def unmet_names(messages: Iterable[Any]) -> dict[str, str]:
     return {}
 
 
-def _kept(message: object, where: str) -> Message:
+def _checked_message(message: object, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise DataError(f"{where} is {message!r:.100}. Expected an object with role and content.")
     role = message.get("role")
@@ -226,9 +226,12 @@ def _kept(message: object, where: str) -> Message:
     content = message.get("content")
     if has_video_parts(content):
         raise DataError(f"{where} has a video, and the endpoint takes texts and images. Send frames as images.")
-    kept: Message = {"role": ROLES[role], "content": "" if role == "assistant" and content in (None, []) else content}
+    checked: Message = {
+        "role": ROLES[role],
+        "content": "" if role == "assistant" and content in (None, []) else content,
+    }
     if role == "tool":
-        kept["tool_call_id"] = _text(message, "tool_call_id", where)
+        checked["tool_call_id"] = _text(message, "tool_call_id", where)
     for key in NOT_SHOWN if role == "assistant" else ():
         if message.get(key) is not None:
             raise DataError(
@@ -239,8 +242,8 @@ def _kept(message: object, where: str) -> Message:
     if calls not in (None, []):
         if not isinstance(calls, list):
             raise DataError(f"{where}.tool_calls is {calls!r:.100}. Expected a list.")
-        kept["tool_calls"] = [_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
-    return kept
+        checked["tool_calls"] = [_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    return checked
 
 
 def _call(call: Any, where: str) -> JsonObject:

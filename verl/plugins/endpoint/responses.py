@@ -99,23 +99,23 @@ class ResponsesBody(CallBody):
 
 
 def _turns(items: Sequence[Mapping[str, object]]) -> list[Message]:
-    """The messages that items stand for. What the assistant said and called in a row is one turn."""
+    """Return the messages that items stand for; consecutive items of the assistant are one turn."""
     turns: list[Message] = []
     for index, item in enumerate(items):
         where, kind = f"input[{index}]", item.get("type", "message")
         if kind == "message" and item.get("role") != "assistant":
             turns.append({"role": item.get("role"), "content": _content_of(item.get("content"), where)})
         elif kind == "function_call_output":
-            said = _content_of(item.get("output"), where)
-            turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": said})
+            text = _content_of(item.get("output"), where)
+            turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
         elif kind in ("message", "function_call"):
             if not turns or turns[-1]["role"] != "assistant":
                 turns.append({"role": "assistant", "content": "", "tool_calls": []})
             if kind == "message":
-                said = _content_of(item.get("content"), where)
-                if not isinstance(said, str):
+                text = _content_of(item.get("content"), where)
+                if not isinstance(text, str):
                     raise CallRefusedError(f"{where} of the role assistant has an image. It has texts.", param="input")
-                turns[-1]["content"] += said
+                turns[-1]["content"] += text
             else:
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
                 turns[-1]["tool_calls"].append({"id": item.get("call_id"), "type": "function", "function": function})
@@ -171,14 +171,14 @@ class ResponsesReply:
     """
 
     def __init__(
-        self, body: ResponsesBody, tokenizer: PreTrainedTokenizerBase, kept: dict[str, list[Message]] | None
+        self, body: ResponsesBody, tokenizer: PreTrainedTokenizerBase, conversations: dict[str, list[Message]] | None
     ) -> None:
         self._body, self._tokenizer = body, tokenizer
-        self._kept = None if body.store is False else kept
+        self._conversations = None if body.store is False else conversations
         self._id, self._created = f"resp_{secrets.token_hex(12)}", int(time.time())
         self._numbers = itertools.count()
         self._has_text = False
-        """Whether the item of the text has begun."""
+        """True if the item of the text has begun."""
 
     def whole(self, answers: Sequence[ModelAnswer]) -> Reply:
         """Return the answer that is not streamed."""
@@ -190,9 +190,9 @@ class ResponsesReply:
 
     def begin(self, prompt_tokens: int) -> Iterator[Event]:
         """Yield the events before the first text."""
-        begun = self._response("in_progress", [], None)
-        yield self._event("response.created", response=begun)
-        yield self._event("response.in_progress", response=begun)
+        started = self._response("in_progress", [], None)
+        yield self._event("response.created", response=started)
+        yield self._event("response.in_progress", response=started)
 
     def text(self, index: int, new: str) -> Iterator[Event]:
         """Yield the events of a piece of text."""
@@ -229,8 +229,8 @@ class ResponsesReply:
         yield self._event(f"response.{status}", response=self._response(status, items, answer))
 
     def _keep(self, items: Sequence[Mapping[str, object]]) -> None:
-        if self._kept is not None:
-            self._kept[self._id] = [*self._body.turns, *_turns(items)]
+        if self._conversations is not None:
+            self._conversations[self._id] = [*self._body.turns, *_turns(items)]
 
     def _event(self, kind: str, **data: object) -> Event:
         return kind, {"type": kind, **data, "sequence_number": next(self._numbers)}
@@ -288,35 +288,35 @@ def _part(text: str) -> JsonObject:
 
 
 def _usage(answer: ModelAnswer) -> JsonObject:
-    drawn = len(answer.token_ids)
+    sampled = len(answer.token_ids)
     return {
         "input_tokens": answer.prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": drawn,
+        "output_tokens": sampled,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": answer.prompt_tokens + drawn,
+        "total_tokens": answer.prompt_tokens + sampled,
     }
 
 
-def read(body: Mapping[str, object], kept: Mapping[str, list[Message]] | None) -> ResponsesBody:
+def read(body: Mapping[str, object], conversations: Mapping[str, list[Message]] | None) -> ResponsesBody:
     """Check the body of a request.
 
     Args:
         body: the body.
-        kept: conversations by the id of the response that ended them; None: none are kept.
+        conversations: by the id of the response that ended them; None: none are kept.
 
     Raises:
         CallRefusedError: it cannot be used.
     """
-    asked = read_body(ResponsesBody, body)
-    previous = asked.previous_response_id
+    request = read_body(ResponsesBody, body)
+    previous = request.previous_response_id
     if previous is not None:
-        if kept is None or previous not in kept:
+        if conversations is None or previous not in conversations:
             raise CallRefusedError(
                 f"previous_response_id: there is no stored response {previous!r:.100}. Responses of the same "
                 "trajectory are stored unless store=false was set. Send the whole conversation as input.",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        asked._before = kept[previous]
-    return asked
+        request._before = conversations[previous]
+    return request

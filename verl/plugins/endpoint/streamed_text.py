@@ -1,4 +1,4 @@
-"""Which text of a response that is still being drawn can be sent already."""
+"""Text of an unfinished response that can be sent already."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class StreamedText:
         self._read, self._stop, self._send = read, stop, send
         self.sent = ""
 
-    def take(self, drawn: list[int]) -> None:
+    def take(self, token_ids: list[int]) -> None:
         """Send what further tokens cannot change any more, of all tokens drawn so far."""
-        text = settled(cut(self._read(drawn), self._stop)[0], self._stop)
+        text = settled(cut(self._read(token_ids), self._stop)[0], self._stop)
         new = text[len(self.sent) :]
         if new and text.startswith(self.sent):
             self.sent = text

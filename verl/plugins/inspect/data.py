@@ -265,8 +265,8 @@ def _findings(report: DataReport, kind: Kind, data: Any, filters: bool) -> list[
         elif data.truncation == "error":
             outcome = "stop the run (data.truncation=error)"
         elif with_images := sum(bool(report.images[i]) for i in report.too_long):
-            others = f"; the others are cut (data.truncation={data.truncation})" if with_images < count else ""
-            outcome = f"{with_images:,} of them with images, which are never cut, stop the run{others}"
+            remainder = f"; the others are cut (data.truncation={data.truncation})" if with_images < count else ""
+            outcome = f"{with_images:,} of them with images, which are never cut, stop the run{remainder}"
         else:
             outcome = f"are cut, {lost:,} tokens in all (data.truncation={data.truncation})"
         longest = ", ".join(f"{report.places[i]} with {report.lengths[i]:,}" for i in report.too_long[:3])
@@ -302,11 +302,11 @@ def _image_findings(report: DataReport) -> list[str]:
     lines = []
     tokens = [count for counts in report.images for count in counts]
     if tokens:
-        of_rows = [sum(counts) for counts in report.images if counts]
+        row_tokens = [sum(counts) for counts in report.images if counts]
         share = sum(tokens) / sum(report.lengths)
         lines.append(
-            f"images: {len(tokens):,} in {len(of_rows):,} rows, {sum(tokens):,} tokens ({share:.1%} of all, "
-            f"counted in the lengths above): {min(tokens):,} to {max(tokens):,} an image, at most {max(of_rows):,} "
+            f"images: {len(tokens):,} in {len(row_tokens):,} rows, {sum(tokens):,} tokens ({share:.1%} of all, "
+            f"counted in the lengths above): {min(tokens):,} to {max(tokens):,} an image, at most {max(row_tokens):,} "
             "in a row"
         )
     if report.broken:
@@ -318,10 +318,10 @@ def _image_findings(report: DataReport) -> list[str]:
 
 def _tokens_per_step(report: DataReport, kind: Kind, config: Any, filters: bool) -> str:
     data, batch = config.data, config.data.train_batch_size
-    kept = [min(length, report.limit) for length in report.lengths if not filters or length <= report.limit]
-    if not kept:
+    used_lengths = [min(length, report.limit) for length in report.lengths if not filters or length <= report.limit]
+    if not used_lengths:
         return "a step: no row is left"
-    mean, steps = sum(kept) / len(kept), len(kept) // batch
+    mean, steps = sum(used_lengths) / len(used_lengths), len(used_lengths) // batch
     if kind.root is PPOConfig:
         n = config.actor_rollout_ref.rollout.n
         return (

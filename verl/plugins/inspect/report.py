@@ -91,7 +91,7 @@ class DataReport:
     images: list[list[int]]
     """Tokens of each image, by row."""
     broken: list[str]
-    """What is wrong with each row that a run leaves out for an image that cannot be used; not among the rows."""
+    """Fault of each row that a run leaves out for an image that cannot be used; not among the rows."""
     samples: list[Sample]
     places: dict[int, str] = field(default_factory=dict)
     """File and row of the items that the report mentions."""
@@ -135,7 +135,7 @@ def inspect_dataset(dataset: Inspectable, name: str, limit: int, filters: bool) 
     written = ["\0".join([*sides, row_images.digest]) for sides, row_images in zip(texts, images, strict=True)]
     duplicates = [(item, first[text]) for item, text in enumerate(written) if first.setdefault(text, item) != item]
     bad = {item for item, _ in unusable}
-    kept = [item for item in rows if lengths[item] <= limit and item not in bad]
+    usable = [item for item in rows if lengths[item] <= limit and item not in bad]
     named = {
         *too_long[:EXAMPLES],
         *untrained[:EXAMPLES],
@@ -156,7 +156,7 @@ def inspect_dataset(dataset: Inspectable, name: str, limit: int, filters: bool) 
         untrained=untrained,
         images=[row_images.tokens for row_images in images],
         broken=list(dataset.images.broken),
-        samples=[sample for item in _chosen(kept, lengths) for sample in _samples(dataset, item)],
+        samples=[sample for item in _examples(usable, lengths) for sample in _samples(dataset, item)],
         places={item: dataset.place(item) for item in named},
         texts=set(written),
     )
@@ -227,12 +227,12 @@ def _gaps(dataset: Inspectable) -> dict[str, int]:
     return {column: count for column, count in gaps.items() if count}
 
 
-def _chosen(kept: Sequence[int], lengths: Sequence[int]) -> list[int]:
+def _examples(usable: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """The first, the shortest and the longest row."""
-    if not kept:
+    if not usable:
         return []
-    by_length = sorted(kept, key=lambda item: lengths[item])
-    return list(dict.fromkeys([kept[0], by_length[0], by_length[-1], *kept]))[:EXAMPLES]
+    by_length = sorted(usable, key=lambda item: lengths[item])
+    return list(dict.fromkeys([usable[0], by_length[0], by_length[-1], *usable]))[:EXAMPLES]
 
 
 def _samples(dataset: Inspectable, item: int) -> list[Sample]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from verl.base.types import JsonMapping, JsonObject
 
 STYLES = {"assistant": "green", "tool": "cyan", "system": "dim"}
-WANTED = "Name a file {step}.jsonl of trainer.rollout_data_dir."
+FILE_HINT = "Name a file {step}.jsonl of trainer.rollout_data_dir."
 SINGLE = "(one turn)"
 """Status of a sample that no agent loop drew."""
 
@@ -50,9 +50,9 @@ def read_records(path: Path) -> list[JsonObject]:
     try:
         records = [json.loads(line) for line in path.read_text().split("\n") if line]
     except OSError as error:
-        raise SystemExit(f"{path} cannot be read: {error.strerror}. {WANTED}") from error
+        raise SystemExit(f"{path} cannot be read: {error.strerror}. {FILE_HINT}") from error
     except (ValueError, RecursionError) as error:
-        raise SystemExit(f"{path} cannot be read: {error}. {WANTED}") from error
+        raise SystemExit(f"{path} cannot be read: {error}. {FILE_HINT}") from error
     if not all(isinstance(record, dict) and {"input", "output", "score"} <= set(record) for record in records):
         raise SystemExit(f"{path} has lines without input, output and score: it is no dump of samples.")
     return records
@@ -74,7 +74,7 @@ def status_of(record: JsonMapping) -> str:
     return record["trajectory"]["status"] if "trajectory" in record else SINGLE
 
 
-def told(record: JsonMapping, with_tokens: bool = False) -> Iterator[Text]:
+def described(record: JsonMapping, with_tokens: bool = False) -> Iterator[Text]:
     """Yield the lines that show one sample."""
     trajectory = record.get("trajectory")
     if trajectory is None:
@@ -111,12 +111,12 @@ def _score(value: float | None) -> float:
 
 
 def _heading(message: JsonMapping, score: float | None) -> str:
-    said = message["role"] + (f" {message['name']}" if message.get("name") else "")
+    speaker = message["role"] + (f" {message['name']}" if message.get("name") else "")
     notes = [f"{message['seconds']:.2f} s"] if "seconds" in message else []
     notes += [f"score {score:g}"] if score is not None else []
     notes += [str(message["failure"])] if message.get("failure") else []
     notes += ["no room left for it"] if message.get("is_left_out") else []
-    return f"[{said}]" + (f" ({', '.join(notes)})" if notes else "")
+    return f"[{speaker}]" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _text(message: JsonMapping) -> str:
@@ -142,20 +142,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _show_samples(records, options)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # Records have many fields, and a damaged file may lack any of them.
-        raise SystemExit(f"{options.file} has a damaged record: {type(error).__name__}: {error}. {WANTED}") from error
+        raise SystemExit(
+            f"{options.file} has a damaged record: {type(error).__name__}: {error}. {FILE_HINT}"
+        ) from error
 
 
 def _show_samples(records: Sequence[JsonMapping], options: argparse.Namespace) -> None:
     show(summary(records))
-    chosen = [record for record in records if not options.status or status_of(record) in options.status]
+    selected = [record for record in records if not options.status or status_of(record) in options.status]
     if options.id:
-        ids = [(record, record.get("trajectory", {}).get("id", "")) for record in chosen]
-        chosen = [record for record, name in ids if options.id in (name, name.partition("/")[0])]
-    if not chosen:
+        ids = [(record, record.get("trajectory", {}).get("id", "")) for record in selected]
+        selected = [record for record, name in ids if options.id in (name, name.partition("/")[0])]
+    if not selected:
         sys.stderr.write("no sample of the file is like that.\n")
         raise SystemExit(1)
-    for record in chosen[: options.limit]:
-        for line in told(record, options.tokens):
+    for record in selected[: options.limit]:
+        for line in described(record, options.tokens):
             show(line)
-    if len(chosen) > options.limit:
-        show(f"\n{len(chosen) - options.limit:,} more; --limit shows them")
+    if len(selected) > options.limit:
+        show(f"\n{len(selected) - options.limit:,} more; --limit shows them")

@@ -1,4 +1,4 @@
-"""What to change where a stage does not fit, cheapest first; each change is tried by planning again."""
+"""Changes that make a stage fit, cheapest first; each change is tried by planning again."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _candidates(plan: Plan) -> Iterator[dict[str, object]]:
 
 
 def _can_share_rollout(plan: Plan, size: int) -> bool:
-    """Whether so many ranks of one machine can share an engine of the policy."""
+    """Return whether so many ranks of one machine can share an engine of the policy."""
     shape = plan.models["actor"].memory.shape
     rollout = plan.config.actor_rollout_ref.rollout
     ranks = size * rollout.pipeline_model_parallel_size

@@ -124,9 +124,9 @@ def make_plan(words: list[str]) -> tuple[Plan, argparse.Namespace, frozenset[str
         composed = compose(read)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
         if isinstance(error, MissingConfigException) and read.flags.keys() <= {"--config-name"}:
-            known = ", ".join(sorted(file.stem for file in CONFIG_DIR.glob("ppo*trainer.yaml")))
+            names = ", ".join(sorted(file.stem for file in CONFIG_DIR.glob("ppo*trainer.yaml")))
             name = read.flags.get("--config-name")
-            raise ConfigError(f"--config-name {name}: there is no such file. Known are {known}.") from error
+            raise ConfigError(f"--config-name {name}: there is no such file. Known are {names}.") from error
         raise ConfigError(f"the configuration cannot be composed: {error}") from error
     with assumed_gpus(PER_NODE if options.gpus else local_gpus() or PER_NODE):
         config = load_config(composed, explicit=keys_set(settings), with_rules=False, with_algorithms=False)
@@ -247,7 +247,7 @@ def show_plan(plan: Plan, advice: list[Change]) -> None:
     usable = cluster.usable_bytes / _GB
     show(
         f"{shape.family}, {parameters_in_words(shape.parameters())}, on {plan.gpus} x {cluster.gpu.name} "
-        f"({_placed(plan)}): {usable:.0f} GB of each are for tensors, "
+        f"({_placement_text(plan)}): {usable:.0f} GB of each are for tensors, "
         f"{cluster.reserved_gb:.0f} GB are kept for CUDA, NCCL and the allocator"
     )
     memory = Table(title="Memory of one GPU at the highest point of each stage, GB", title_justify="left")
@@ -319,7 +319,7 @@ def show_suggestions(plan: Plan, suggestions: Suggestions) -> None:
     cluster, shape = plan.cluster, plan.models["actor"].memory.shape
     show(
         f"{shape.family}, {parameters_in_words(shape.parameters())}, on {plan.gpus} x {cluster.gpu.name} "
-        f"({_placed(plan)}): {suggestions.tried} layouts for training were planned, each with up to 4 kinds of "
+        f"({_placement_text(plan)}): {suggestions.tried} layouts for training were planned, each with up to 4 kinds of "
         f"offload; {suggestions.fitting} of these fit in {cluster.usable_bytes / _GB:.0f} GB."
     )
     if not suggestions.layouts:
@@ -343,9 +343,9 @@ def show_suggestions(plan: Plan, suggestions: Suggestions) -> None:
         stages.add_column(f"{name}: seconds", justify="right")
         stages.add_column("GB", justify="right")
         stages.add_column("parts, GB")
-    for of_layouts in zip(*(layout.plan.stages for layout in compared), strict=True):
-        cells = [of_layouts[0].name]
-        for stage in of_layouts:
+    for layout_stages in zip(*(layout.plan.stages for layout in compared), strict=True):
+        cells = [layout_stages[0].name]
+        for stage in layout_stages:
             parts = [f"{name} {size / _GB:.1f}" for name, size in stage.parts.items() if size >= 0.05 * _GB]
             cells += [f"{stage.seconds:.1f}", f"{stage.bytes / _GB:.1f}", ", ".join(parts)]
         stages.add_row(*cells)
@@ -354,14 +354,14 @@ def show_suggestions(plan: Plan, suggestions: Suggestions) -> None:
     sys.stdout.write(" \\\n".join(f"    {word}" for word in suggestions.layouts[0].words) + "\n")
 
 
-def _placed(plan: Plan) -> str:
+def _placement_text(plan: Plan) -> str:
     """Say on which nodes the GPUs of the run are, and what they do."""
     nodes, config = plan.cluster.gpus // plan.cluster.gpus_per_node, plan.config
-    placed, rollout = f"{nodes} node{'s' * (nodes != 1)}", config.actor_rollout_ref.rollout
-    of_sampling = f", {rollout.ranks} on {rollout.nnodes} of their own sample" if plan.has_rollout_pool else ""
-    of_teachers = f", {plan.teachers.ranks} on {config.distillation.nnodes} of their own teach"
-    others = of_sampling + (of_teachers if plan.teachers.ranks else "")
-    return f"{plan.ranks} on {placed} train{others}" if others else placed
+    nodes_text, rollout = f"{nodes} node{'s' * (nodes != 1)}", config.actor_rollout_ref.rollout
+    sampling_text = f", {rollout.ranks} on {rollout.nnodes} of their own sample" if plan.has_rollout_pool else ""
+    teacher_text = f", {plan.teachers.ranks} on {config.distillation.nnodes} of their own teach"
+    further = sampling_text + (teacher_text if plan.teachers.ranks else "")
+    return f"{plan.ranks} on {nodes_text} train{further}" if further else nodes_text
 
 
 def _time_limits(plan: Plan) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a plan takes from measurements and publications; docs/internals/planning.md has links and commands.
+"""Constants of plans from measurements and publications; docs/internals/planning.md has links and commands.
 
 Published figures of GPUs are in :mod:`verl.plugins.plan.hardware`.
 """

@@ -15,7 +15,7 @@ _QUANTISED_BYTES, _SCALE_BYTES = 1, 4
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLayout:
-    """How the ranks of one engine share a model."""
+    """Division of a model among the ranks of one engine."""
 
     tensor: int = 1
     """Ranks that share each weight matrix."""
@@ -28,13 +28,13 @@ class EngineLayout:
     size: int = 2
     """Bytes of a number."""
     is_quantised: bool = False
-    """Whether the linear layers of the decoder are rounded to 8 bits."""
+    """True if the linear layers of the decoder are rounded to 8 bits."""
     is_program: bool = True
-    """Whether it is vLLM or SGLang, which multiply by weights of 8 bits, and cache the latent vectors of latent
+    """True if it is vLLM or SGLang, which multiply by weights of 8 bits, and cache the latent vectors of latent
     attention; engines inside the worker restore one layer at a time, and cache keys and values of all heads."""
 
     @classmethod
-    def of(cls, rollout: RolloutConfig) -> EngineLayout:
+    def from_rollout(cls, rollout: RolloutConfig) -> EngineLayout:
         """Return that of a rollout engine."""
         return cls(
             tensor=rollout.tensor_model_parallel_size,
@@ -69,14 +69,14 @@ class EngineLayout:
 
     @property
     def speedup(self) -> int:
-        """How many times as fast products with these weights are: numbers of half the size take half the time."""
+        """Return the speed-up of products with these weights: numbers of half the size take half the time."""
         return self.size // self.linear_bytes if self.is_program else 1
 
     def weights(self, shape: ModelShape) -> float:
         """Bytes of the weights on one rank."""
         experts, linear = shape.expert_parameters, shape.matrix_parameters
-        others = (linear - experts) * self.linear_bytes + (shape.parameters() - linear) * self.size
-        stored = (others / self.tensor + experts * self.linear_bytes / self.expert_ranks) / self.pipeline
+        unshared_bytes = (linear - experts) * self.linear_bytes + (shape.parameters() - linear) * self.size
+        stored = (unshared_bytes / self.tensor + experts * self.linear_bytes / self.expert_ranks) / self.pipeline
         if not self.is_quantised:
             return stored
         scales = sum(outputs * count for _, outputs, count in shape.linear_sizes.values()) * _SCALE_BYTES

@@ -20,11 +20,11 @@ from verl.plugins.plan.hardware import Cluster
 from verl.plugins.plan.lengths import Lengths
 from verl.plugins.plan.shapes import ModelShape
 
-_PRODUCTS, _OTHERS = 4, 6
+_PRODUCTS, _OTHER_KERNELS = 4, 6
 """Matrix products of a layer (queries, keys and values; output; gate and up; down), and other operations: two norms,
 rotation, cache, attention, gate."""
-_PRODUCTS_OF_EXPERTS, _OTHERS_OF_EXPERTS = 1, 5
-"""Those that a layer with experts has besides: the router; choice, two of sorting, and two of adding up."""
+_EXPERT_PRODUCTS, _EXPERT_KERNELS = 1, 5
+"""The same of a layer with experts, besides: the router; choice, two of sorting, and two of adding up."""
 _BYTES_PER_LOGIT = 40
 """Sampling reads or writes logits in fp32 about ten times. An assumption."""
 _TILE = 16
@@ -35,7 +35,7 @@ _SEGMENTS = 128
 
 @dataclass(frozen=True)
 class EngineWork:
-    """What one copy of a model in an engine generates.
+    """Work of one copy of a model in an engine.
 
     Attributes:
         rows: to answer.
@@ -59,27 +59,27 @@ class EngineWork:
         # An order in which neighbours are as different as can be: steps of the golden ratio.
         order = sorted(range(count), key=lambda row: row * 0.6180339887498949 % 1.0)
         waiting = [lengths[row] for row in reversed(order)]
-        now = begun = 0.0  # steps, and the sum of the steps at which rows at work have begun
+        now = start_sum = 0.0  # steps, and the sum of the steps at which rows at work have begun
         at_work: list[tuple[float, float]] = []  # end and begin
         ends_at_once = max(1, count // _SEGMENTS)
         while waiting or at_work:
             while waiting and len(at_work) < self.rows_at_once:
                 heapq.heappush(at_work, (now + waiting.pop(), now))
-                begun += now
+                start_sum += now
             end = heapq.nsmallest(min(ends_at_once, len(at_work)), at_work)[-1][0]
             rows = len(at_work)
-            yield end - now, rows, rows * (self.prompt + (now + end) / 2) - begun
+            yield end - now, rows, rows * (self.prompt + (now + end) / 2) - start_sum
             now = end
             while at_work and at_work[0][0] <= now:
-                begun -= heapq.heappop(at_work)[1]
+                start_sum -= heapq.heappop(at_work)[1]
 
 
 @lru_cache(maxsize=256)  # many layouts for training have the same rollout
 def generation_seconds(shape: ModelShape, cluster: Cluster, work: EngineWork, layout: EngineLayout) -> float:
     """Seconds in which an engine computes its prompts and answers them."""
     decoding = Decoding(shape, cluster, layout)
-    of_steps = (steps * decoding.seconds(rows, tokens) for steps, rows, tokens in work.segments())
-    return scoring_seconds(shape, cluster, work.rows, work.prompt, 1, layout) + sum(of_steps)
+    step_seconds = (steps * decoding.seconds(rows, tokens) for steps, rows, tokens in work.segments())
+    return scoring_seconds(shape, cluster, work.rows, work.prompt, 1, layout) + sum(step_seconds)
 
 
 def scoring_seconds(
@@ -131,9 +131,11 @@ class Decoding:
         shape, layout = self.shape, self.layout
         share = shape.active_experts / shape.experts
         touched = 1 - (1 - share) ** rows
-        rows_of_one = max(_TILE, rows * share / touched)
-        of_rank = self._expert_parameters * touched / layout.expert_ranks / layout.pipeline
-        return of_rank * max(layout.moved_bytes / self.cluster.memory_bytes_per_s, 2 * rows_of_one / self._flops)
+        rows_per_expert = max(_TILE, rows * share / touched)
+        parameters_per_rank = self._expert_parameters * touched / layout.expert_ranks / layout.pipeline
+        return parameters_per_rank * max(
+            layout.moved_bytes / self.cluster.memory_bytes_per_s, 2 * rows_per_expert / self._flops
+        )
 
     @cached_property
     def _expert_parameters(self) -> int:
@@ -152,9 +154,9 @@ class Decoding:
         """Seconds of a step besides reading and computing: of every operation, and of sums over ranks."""
         shape, cluster, layout = self.shape, self.cluster, self.layout
         sparse = len(shape.sparse_layers)
-        products = _PRODUCTS * shape.layers + _PRODUCTS_OF_EXPERTS * sparse + 1
-        others = _OTHERS * shape.layers + _OTHERS_OF_EXPERTS * sparse
-        seconds = products * cluster.product_s + others * cluster.kernel_s
+        products = _PRODUCTS * shape.layers + _EXPERT_PRODUCTS * sparse + 1
+        kernels = _OTHER_KERNELS * shape.layers + _EXPERT_KERNELS * sparse
+        seconds = products * cluster.product_s + kernels * cluster.kernel_s
         if layout.tensor > 1:
             seconds += 2 * shape.layers * cluster.sum_latency_s(layout.tensor)
         if layout.copies > 1:

@@ -95,7 +95,7 @@ class Cluster:
     mfu: float | None = None
     """Part of the peak FLOP/s that passes reach, as measured; None derives it from the operations of a pass."""
     pins_host_memory: bool = True
-    """Whether what leaves a device goes to pinned memory that is kept, as that of the engines here does."""
+    """True if offloaded tensors go to pinned host memory that is reused, as in the engines here."""
     product_use: float = constants.PRODUCT_USE
     attention_use: float = constants.ATTENTION_USE
     bandwidth_use: float = constants.BANDWIDTH_USE

@@ -46,8 +46,8 @@ class Lengths:
         slope = self._slope
         if abs(slope) < 1e-6:
             return [max(1.0, share * self.longest) for share in shares]
-        whole = -math.expm1(-slope)
-        return [max(1.0, -math.log1p(-share * whole) / slope * self.longest) for share in shares]
+        total = -math.expm1(-slope)
+        return [max(1.0, -math.log1p(-share * total) / slope * self.longest) for share in shares]
 
 
 def _mean_share(slope: float) -> float:

@@ -58,14 +58,14 @@ BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16"
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayout:
-    """How ranks share one model."""
+    """Division of one model among ranks."""
 
     shards: int = 1
     """Ranks over which stored weights, gradients and optimizer state are divided (FSDP)."""
     tensor: int = 1
     """Ranks that share each weight matrix."""
     divides_norms: bool = True
-    """Whether they divide the tokens between attention and feed-forward too (sequence parallelism)."""
+    """True if they divide the tokens between attention and feed-forward too (sequence parallelism)."""
     pipeline: int = 1
     """Ranks that share the layers (Megatron)."""
     pieces: int = 1
@@ -79,10 +79,10 @@ class RankLayout:
     replicas: int = 1
     """Ranks that hold the same part of the model."""
     is_on_host: bool = False
-    """Whether stored weights, gradients and optimizer state are in the host's memory, where the optimizer computes
+    """True if stored weights, gradients and optimizer state are in the host's memory, where the optimizer computes
     (FSDP's `offload_policy`)."""
     divides_optimizer: bool = True
-    """Whether they divide its optimizer state."""
+    """True if they divide its optimizer state."""
     sequence: int = 1
     """Ranks that share each sequence (Ulysses)."""
     stored_bytes: int = 4
@@ -90,9 +90,9 @@ class RankLayout:
     compute_bytes: int = 2
     """Bytes of a number inside the passes."""
     is_gathered: bool = True
-    """Whether a pass computes with gathered copies: under FSDP, unless one rank stores what it computes with."""
+    """True if a pass computes with gathered copies: under FSDP, unless one rank stores what it computes with."""
     reshards: bool = True
-    """Whether a layer's copy is freed after its forward pass."""
+    """True if a layer's copy is freed after its forward pass."""
     is_megatron: bool = False
 
     @property
@@ -117,7 +117,7 @@ class RankLayout:
             layers * (piece + 1) // count - layers * piece // count for piece in range(count)
         ]
         ends = list(accumulate(counts))
-        return [(end - number, end) for number, end in zip(counts, ends, strict=True)]
+        return [(end - size, end) for size, end in zip(counts, ends, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +140,9 @@ class ModelMemory:
     adapters: int = 0
     """Parameters of adapters, stored beside the model's, under FSDP in fp32."""
     is_muon: bool = False
-    """Whether matrices of layers, and adapters, are trained by Muon."""
+    """True if matrices of layers, and adapters, are trained by Muon."""
     adam_bytes: int = 4 * _ADAM_MOMENTS
-    """Of the moments of one parameter that Adam trains, under Megatron."""
+    """Bytes of the moments of one parameter that Adam trains, under Megatron."""
     offload_fraction: float = 0.0
     """Part of the optimizer's state that stays in host memory, under Megatron."""
     heads: int = 0
@@ -158,8 +158,8 @@ class ModelMemory:
         lay = self.layout
         replicas, expert_replicas = (lay.replicas, lay.expert_replicas) if is_divided_further else (1, 1)
         largest = max(
-            others / lay.tensor / replicas + experts / lay.expert_ranks / expert_replicas
-            for others, experts in self._stage_parameters
+            rest / lay.tensor / replicas + experts / lay.expert_ranks / expert_replicas
+            for rest, experts in self._stage_parameters
         )
         return largest * parameters / self.parameters
 
@@ -170,14 +170,16 @@ class ModelMemory:
 
     @cached_property
     def _stage_parameters(self) -> list[tuple[int, int]]:
-        """Of each pipeline stage the parameters of all but experts, and of experts.
+        """Return for each pipeline stage the parameters of all but experts, and of experts.
 
         A head that is the embedding is on the last stage once more.
         """
         s, lay = self.shape, self.layout
-        of_heads = [self.heads * size for size in s.parameters_of_head]
+        head_sizes = [self.heads * size for size in s.parameters_of_head]
         if lay.pipeline == 1:
-            return [(s.parameters(self.outputs) - s.expert_parameters + of_heads[0], s.expert_parameters + of_heads[1])]
+            return [
+                (s.parameters(self.outputs) - s.expert_parameters + head_sizes[0], s.expert_parameters + head_sizes[1])
+            ]
         stages = [[0, 0] for _ in range(lay.pipeline)]
         for piece, ends in enumerate(lay.piece_ranges(s.layers)):
             for kind, size in enumerate(s.parameters_of_layers(*ends)):
@@ -186,9 +188,9 @@ class ModelMemory:
         stages[-1][0] += s.hidden + (s.head_parameters(self.outputs) or s.embedding_parameters)
         # Heads read tokens by a copy of the embedding.
         copied = s.embedding_parameters if self.heads and not s.is_tied else 0
-        stages[-1] = [size + of_head for size, of_head in zip(stages[-1], of_heads, strict=True)]
+        stages[-1] = [size + head_size for size, head_size in zip(stages[-1], head_sizes, strict=True)]
         stages[-1][0] += copied
-        return [(others, experts) for others, experts in stages]
+        return [(rest, experts) for rest, experts in stages]
 
     @property
     def weights(self) -> float:
@@ -297,12 +299,14 @@ class ModelMemory:
         pipeline these are the bytes of the stage that keeps most.
         """
         lay = self.layout
-        return max(self._kept(tokens, copies, stage, has_head=lay.pipeline == 1) for stage in range(lay.pipeline))
+        return max(
+            self._stage_activations(tokens, copies, stage, has_head=lay.pipeline == 1) for stage in range(lay.pipeline)
+        )
 
     def _kept_by_last_stage(self, tokens: float, copies: float) -> float:
-        return self._kept(tokens, copies, self.layout.pipeline - 1, has_head=True)
+        return self._stage_activations(tokens, copies, self.layout.pipeline - 1, has_head=True)
 
-    def _kept(self, tokens: float, copies: float, stage: int, has_head: bool) -> float:
+    def _stage_activations(self, tokens: float, copies: float, stage: int, has_head: bool) -> float:
         """Bytes kept by a stage of its passes before its first backward pass, with a norm before the head.
 
         Passes go through the pieces of a stage in turn, p micro-batches through each.
@@ -313,11 +317,11 @@ class ModelMemory:
             passes += lay.pipeline - stage - 1 + (lay.pieces - 1) * lay.pipeline
         pieces = lay.piece_ranges(s.layers)[stage :: lay.pipeline]
         norm = (4 + lay.compute_bytes) * s.hidden / self._norm_ranks if has_head else 0.0
-        of_angle = s.latent.rotated if s.latent else s.head_dim
-        angles = 4 * of_angle if self.checkpoints and lay.is_megatron else 0
+        angle_width = s.latent.rotated if s.latent else s.head_dim
+        angles = 4 * angle_width if self.checkpoints and lay.is_megatron else 0
         per_token, layers = norm + passes * angles, 0
-        for number in range(passes):
-            dense, sparse = s.layers_between(*pieces[number // lay.pipeline % lay.pieces])
+        for pass_index in range(passes):
+            dense, sparse = s.layers_between(*pieces[pass_index // lay.pipeline % lay.pieces])
             layers = dense + sparse
             if self.checkpoints:
                 per_token += layers * lay.compute_bytes * s.hidden / self._norm_ranks
@@ -325,8 +329,8 @@ class ModelMemory:
                 per_token += dense * self.layer_activations(False) + sparse * self.layer_activations(True)
         if stage == lay.pipeline - 1:
             is_sparse = s.layers - 1 in s.sparse_layers
-            of_layer = lay.compute_bytes * s.hidden / self._norm_ranks
-            per_token += self.heads * (of_layer if self.checkpoints else self.layer_activations(is_sparse))
+            layer_input = lay.compute_bytes * s.hidden / self._norm_ranks
+            per_token += self.heads * (layer_input if self.checkpoints else self.layer_activations(is_sparse))
         copied = 0.0 if self.checkpoints else copies * self.copied_keys * layers
         return tokens * per_token + copied
 
@@ -382,7 +386,7 @@ class ModelMemory:
         layer = own_tokens * self._largest_activations + copies * self.copied_keys if self.checkpoints else 0.0
         layer += own_tokens * 2 * b * (s.feed_forward / lay.tensor + s.hidden)  # gradients
         everything = (s.embedding_parameters + s.head_parameters(self.outputs)) / lay.tensor
-        of_root = {  # its gradients, once more in the format of the reduction
+        root_moment = {  # its gradients, once more in the format of the reduction
             "activations": 0.0,
             "gathered": root * 2 + everything * 4 if head_gradient else root,
             "logits": 0.0,
@@ -393,7 +397,7 @@ class ModelMemory:
             # Gradients of weights are made one matrix after the other, and added to their buffers.
             head += (s.head_parameters(self.outputs) or s.embedding_parameters) * b / lay.tensor
             layer += 2 * s.hidden * s.feed_forward * b / lay.tensor
-            of_root["activations"] = s.embedding_parameters * b / lay.tensor
+            root_moment["activations"] = s.embedding_parameters * b / lay.tensor
         moments = (
             {
                 "activations": self._kept_by_last_stage(own_tokens, copies) + hidden,
@@ -405,7 +409,7 @@ class ModelMemory:
                 "gathered": root + head_gradient + self._gathered_layers(with_gradient=True),
                 "logits": 0.0,
             },
-            of_root,
+            root_moment,
         )
         return max(moments, key=lambda parts: sum(parts.values()))
 

@@ -17,11 +17,11 @@ class PassTokens:
     """Tokens of one pass."""
 
     computed: float
-    """Those that go through the model: a shared prompt once."""
+    """Tokens that go through the model: a shared prompt once."""
     responses: float
-    """Those at which log-probs are computed."""
+    """Tokens whose log-probs are computed."""
     keys: float
-    """Those whose keys and values attention reads: each response has a copy of its prompt's."""
+    """Tokens whose keys and values attention reads: each response has a copy of its prompt's."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Rows:
         """Prompts that passes of at most so many tokens compute for each row; groups that do not fit are cut."""
         return math.ceil(self.group / self._fitting(tokens)) / self.group
 
-    def of_rows(self, rows: int) -> PassTokens:
+    def for_rows(self, rows: int) -> PassTokens:
         """Tokens of the largest pass of so many rows."""
         prompts = (self.group - math.gcd(rows, self.group) + rows - 1) // self.group + 1
         computed = prompts * self.prompt + rows * self.response

@@ -124,7 +124,7 @@ class Plan:
 
     @property
     def has_rollout_pool(self) -> bool:
-        """Whether rollout engines have ranks of their own, besides those that train."""
+        """Return whether rollout engines have ranks of their own, besides those that train."""
         return not self.config.actor_rollout_ref.hybrid_engine
 
     @property
@@ -212,7 +212,7 @@ class Plan:
         """Teachers that are forward passes of the training engine, by the names of their stages."""
         teachers, roles = self.teachers, self.config.actor_rollout_ref
         held: dict[str, Held] = {}
-        for name, teacher in teachers.others.items() if teachers.are_forward_passes else ():
+        for name, teacher in teachers.separate.items() if teachers.are_forward_passes else ():
             placement = roles.ref.placement
             placement = replace(placement, param_offload=placement.param_offload or teachers.offloads(teacher))
             stage, shape = f"teacher {name}", self._teacher_shape(teacher)
@@ -251,11 +251,11 @@ class Plan:
             checkpoints = _computes_layer_by_layer(placement.override_transformer_config, shape, layout)
         trains_heads = optim is not None and isinstance(model, HFModelConfig) and model.mtp.is_trained
         heads = head_count(shape.fields) if trains_heads else 0
-        of_heads = heads * sum(shape.parameters_of_head)
+        head_parameters = heads * sum(shape.parameters_of_head)
         memory = ModelMemory(
             shape=shape,
             layout=layout,
-            trained=(adapters or shape.parameters(outputs) + of_heads) if optim else 0,
+            trained=(adapters or shape.parameters(outputs) + head_parameters) if optim else 0,
             checkpoints=checkpoints,
             outputs=outputs,
             with_entropy=actor.entropy_coeff != 0 or actor.calculate_entropy or actor.entropy_target is not None,
@@ -376,7 +376,11 @@ class Plan:
         if pool is None:
             base = self._idle(model)
         else:
-            base = {other: one.idle_bytes for other, one in pool.items() if other != model and one.idle_bytes}
+            base = {
+                other: other_model.idle_bytes
+                for other, other_model in pool.items()
+                if other != model and other_model.idle_bytes
+            }
         base |= {f"{model} weights": memory.weights} | dict(more or {})
         if trains:
             base |= {f"{model} gradients": memory.gradients, f"{model} optimizer": memory.optimizer}
@@ -389,12 +393,12 @@ class Plan:
         expected = Rows(work.prompt, work.response, longest.group)
         count = tokens if tokens is not None else sequences
         rows = min(work.rows, self.mini_batch_rows(model)) if trains else work.rows
-        most = rows if tokens is None else int(longest.of_rows(work.rows).computed) // lay.sequence
+        most = rows if tokens is None else int(longest.for_rows(work.rows).computed) // lay.sequence
 
         def parts(size: int) -> dict[str, float]:
             # A micro-batch of tokens counts those of one rank, and Ulysses multiplies it.
-            of_pass = longest.of_rows(size) if tokens is None else longest.within(size * lay.sequence)
-            return base | dict(memory.training_pass(of_pass) if trains else memory.inference_pass(of_pass))
+            pass_tokens = longest.for_rows(size) if tokens is None else longest.within(size * lay.sequence)
+            return base | dict(memory.training_pass(pass_tokens) if trains else memory.inference_pass(pass_tokens))
 
         def bytes_of(size: int) -> float:
             return sum(parts(size).values())
@@ -475,7 +479,7 @@ class Plan:
         work = self.work(memory.layout.ranks_per_model)
         context = max(0, self_distillation.teacher_prompt_length - data.max_prompt_length)
         # Its own weights are kept while the model has those of the teacher.
-        kept = memory.trained * memory.layout.stored_bytes / memory.layout.shards
+        policy_copy = memory.trained * memory.layout.stored_bytes / memory.layout.shards
         return self._pass(
             "teacher",
             "actor",
@@ -483,7 +487,7 @@ class Plan:
             "actor_rollout_ref.rollout.log_prob",
             rollout.log_prob_max_token_len_per_gpu if rollout.log_prob_use_dynamic_bsz else None,
             size,
-            more={"weights of the policy": kept} if self.teachers.average(memory) else {},
+            more={"weights of the policy": policy_copy} if self.teachers.average(memory) else {},
             work=replace(work, prompt=min(self_distillation.teacher_prompt_length, work.prompt + context)),
             longest=Rows(self_distillation.teacher_prompt_length, data.max_response_length),
         )
@@ -501,7 +505,7 @@ class Plan:
 
     @property
     def _teacher_engines(self) -> Mapping[str, DistillationTeacherModelConfig]:
-        return {} if self.teachers.are_forward_passes else self.teachers.others
+        return {} if self.teachers.are_forward_passes else self.teachers.separate
 
     def _engine_parts(self, teacher: DistillationTeacherModelConfig) -> dict[str, float]:
         """Part → bytes of a teacher that is an engine, on one rank."""
@@ -513,19 +517,19 @@ class Plan:
 
     def _awake_engines(self, except_for: str) -> dict[str, float]:
         """Teachers that are engines and keep their memory while others work."""
-        engines = {f"teacher {name}": one for name, one in self._teacher_engines.items()}
+        engines = {f"teacher {name}": engine for name, engine in self._teacher_engines.items()}
         return {
-            name: sum(self._engine_parts(one).values())
-            for name, one in engines.items()
-            if name != except_for and not self.teachers.offloads(one)
+            name: sum(self._engine_parts(engine).values())
+            for name, engine in engines.items()
+            if name != except_for and not self.teachers.offloads(engine)
         }
 
     # ---- the rollout
 
     @property
     def engine_layout(self) -> EngineLayout:
-        """How ranks share a rollout engine."""
-        return EngineLayout.of(self.config.actor_rollout_ref.rollout)
+        """Return the division of a model among the ranks of a rollout engine."""
+        return EngineLayout.from_rollout(self.config.actor_rollout_ref.rollout)
 
     def _engine(self, resident: float) -> tuple[dict[str, float], int]:
         """Return part → bytes of the rollout engine on one rank, and how many rows each of its copies runs at once."""
@@ -612,13 +616,13 @@ class Plan:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a pool of rollout engines samples while others train."""
+        """Return whether a pool of rollout engines samples while others train."""
         return self.has_rollout_pool and self.config.trainer.async_.lag > 0
 
     @property
     def snapshot_bytes(self) -> float:
         """Bytes of a copy of the training state in the host's memory: of trained weights and their optimizer state."""
-        held = [one.memory for one in self.models.values() if one.memory.trained]
+        held = [model.memory for model in self.models.values() if model.memory.trained]
         return self.ranks * sum(memory.state for memory in held)
 
     @property
@@ -690,8 +694,8 @@ def layout_of(
             f"fsdp_config.ulysses_sequence_parallel_size={sequence}, tensor_parallel_size={tensor} and "
             f"fsdp_size={placement.fsdp_size} must divide the {ranks} GPUs of the plan."
         )
-    chosen = placement.mixed_precision
-    compute = BYTES[chosen.param_dtype if chosen else placement.dtype]
+    precision = placement.mixed_precision
+    compute = BYTES[precision.param_dtype if precision else placement.dtype]
     stored = BYTES[placement.model_dtype]
     return RankLayout(
         shards=shards,

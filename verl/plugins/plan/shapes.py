@@ -53,17 +53,17 @@ class LatentWidths:
     """Widths of multi-head latent attention (arXiv:2405.04434)."""
 
     query_rank: int | None
-    """Of the latent vectors of queries; None if these are projected from hidden states."""
+    """Width of the latent vectors of queries; None if queries are projected from hidden states."""
     kv_rank: int
-    """Of the latent vectors of keys and values."""
+    """Width of the latent vectors of keys and values."""
     rotated: int
     """Numbers of a query or a key that depend on the position; those of the key are one for all heads."""
     unrotated: int
     value: int
-    """Of a head's value."""
+    """Width of a head's value."""
 
     @classmethod
-    def of(cls, fields: JsonMapping) -> LatentWidths | None:
+    def from_fields(cls, fields: JsonMapping) -> LatentWidths | None:
         """Read the entries of a config.json; None if they are of another attention."""
         if not fields.get("kv_lora_rank"):
             return None
@@ -115,11 +115,11 @@ class ModelShape:
     """Inner width of a dense layer."""
     vocabulary: int
     is_tied: bool
-    """Whether the head is the embedding."""
+    """True if the head is the embedding."""
     has_biases: bool
-    """Whether all projections of attention have a bias."""
+    """True if all projections of attention have a bias."""
     has_head_norms: bool
-    """Whether queries and keys are normalised."""
+    """True if queries and keys are normalised."""
     latent: LatentWidths | None
     sparse_layers: tuple[int, ...] = ()
     """Numbers of the layers that have experts."""
@@ -134,7 +134,7 @@ class ModelShape:
     """Entries of config.json."""
 
     @classmethod
-    def of(cls, fields: JsonMapping, where: str) -> ModelShape:
+    def from_fields(cls, fields: JsonMapping, where: str) -> ModelShape:
         """Read the entries of a config.json; ``where`` names it in errors.
 
         Raises:
@@ -158,15 +158,15 @@ class ModelShape:
         if invalid:
             raise ConfigError(f"{where}: {', '.join(invalid)} must be whole numbers. Take the model's own config.json.")
         heads, layers = fields["num_attention_heads"], fields["num_hidden_layers"]
-        experts, latent = ExpertSizes.from_config(_Fields(**fields)), LatentWidths.of(fields)
-        of_head = latent.unrotated + latent.rotated if latent else fields["hidden_size"] // heads
+        experts, latent = ExpertSizes.from_config(_Fields(**fields)), LatentWidths.from_fields(fields)
+        head_width = latent.unrotated + latent.rotated if latent else fields["hidden_size"] // heads
         return cls(
             family=family,
             layers=layers,
             hidden=fields["hidden_size"],
             heads=heads,
             kv_heads=fields.get("num_key_value_heads") or heads,
-            head_dim=of_head if latent else fields.get("head_dim") or of_head,
+            head_dim=head_width if latent else fields.get("head_dim") or head_width,
             feed_forward=fields["intermediate_size"],
             vocabulary=fields["vocab_size"],
             is_tied=bool(fields.get("tie_word_embeddings", family in _TIED)),
@@ -195,21 +195,21 @@ class ModelShape:
             fields = json.loads(file.read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(f"{file} cannot be read as the config of a model: {error}.") from error
-        return cls.of({**fields, **(overrides or {})}, str(file))
+        return cls.from_fields({**fields, **(overrides or {})}, str(file))
 
     @property
     def dense_layers(self) -> int:
-        """How many layers have no experts."""
+        """Return the number of layers without experts."""
         return self.layers - len(self.sparse_layers)
 
     @property
     def has_exact_routers(self) -> bool:
-        """Whether routers compute in fp32."""
+        """Return whether routers compute in fp32."""
         return self.family in _EXACT_ROUTERS
 
     @property
     def kinds(self) -> tuple[bool, ...]:
-        """Whether layers have experts: both where some have and some have not."""
+        """Return the kinds of layers that occur: False for those without experts, True for those with experts."""
         return (*([False] if self.dense_layers else []), *([True] if self.sparse_layers else []))
 
     @property
@@ -304,7 +304,7 @@ class ModelShape:
         return norms + biases
 
     def layers_between(self, first: int, last: int) -> tuple[int, int]:
-        """How many of layers ``first`` to ``last`` (excluded) have no experts, and how many have some."""
+        """Count the layers ``first`` to ``last`` (excluded) without experts, and those with experts."""
         sparse = sum(first <= layer < last for layer in self.sparse_layers)
         return last - first - sparse, sparse
 
@@ -315,17 +315,17 @@ class ModelShape:
         )
         if not is_sparse:
             return attention + 3 * self.hidden * self.feed_forward, 0
-        others = attention + self.hidden * (3 * self.shared_width + self.experts)
-        return others, self.experts * 3 * self.hidden * self.expert_width
+        rest = attention + self.hidden * (3 * self.shared_width + self.experts)
+        return rest, self.experts * 3 * self.hidden * self.expert_width
 
     def parameters_of_layers(self, first: int, last: int) -> tuple[int, int]:
         """Parameters of layers ``first`` to ``last`` (excluded): of all but experts, and of experts."""
-        others, experts = (last - first) * self._vector_parameters, 0
-        for is_sparse, number in zip((False, True), self.layers_between(first, last), strict=True):
-            matrices, of_experts = self.matrices_of_layer(is_sparse)
-            others += number * matrices
-            experts += number * of_experts
-        return others, experts
+        rest, experts = (last - first) * self._vector_parameters, 0
+        for is_sparse, count in zip((False, True), self.layers_between(first, last), strict=True):
+            matrices, expert_matrices = self.matrices_of_layer(is_sparse)
+            rest += count * matrices
+            experts += count * expert_matrices
+        return rest, experts
 
     @property
     def parameters_of_head(self) -> tuple[int, int]:
@@ -334,8 +334,8 @@ class ModelShape:
         It is a layer like the last one, a product with both its inputs, and three norms; embedding and output matrix
         are the model's (arXiv:2412.19437, section 2.2).
         """
-        others, experts = self.parameters_of_layers(self.layers - 1, self.layers)
-        return others + (2 * self.hidden + 3) * self.hidden, experts
+        rest, experts = self.parameters_of_layers(self.layers - 1, self.layers)
+        return rest + (2 * self.hidden + 3) * self.hidden, experts
 
     def parameters(self, outputs: int | None = None) -> int:
         """All parameters; ``outputs`` as in :meth:`head_parameters`."""
@@ -343,7 +343,7 @@ class ModelShape:
         return layers + self.hidden + self.embedding_parameters + self.head_parameters(outputs)
 
     def adapter_parameters(
-        self, rank: int, names: tuple[str, ...] | None = None, of_experts: tuple[str, ...] = ()
+        self, rank: int, names: tuple[str, ...] | None = None, expert_names: tuple[str, ...] = ()
     ) -> int:
         """Parameters of LoRA adapters of a rank.
 
@@ -351,7 +351,7 @@ class ModelShape:
             rank: of each adapter.
             names: endings of the linear layers that have them; None is all. A mixture of experts has linear layers in
                 attention alone.
-            of_experts: endings of the weights of several experts that have one for each expert.
+            expert_names: endings of the weights of several experts that have one for each expert.
         """
         sizes = {
             name: size
@@ -361,16 +361,18 @@ class ModelShape:
         }
         count, h, width = len(self.sparse_layers) * self.experts, self.hidden, self.expert_width
         joined = {"gate_up_proj": (h, 2 * width, count), "down_proj": (width, h, count)}
-        sizes |= {f"experts.{name}": size for name, size in joined.items() if any(e.endswith(name) for e in of_experts)}
+        sizes |= {
+            f"experts.{name}": size for name, size in joined.items() if any(e.endswith(name) for e in expert_names)
+        }
         return sum(rank * (inputs + outputs) * count for inputs, outputs, count in sizes.values())
 
-    def cached_bytes(self, bytes_per_number: int, ranks: int = 1, of_heads: bool = False) -> float:
+    def cached_bytes(self, bytes_per_number: int, ranks: int = 1, per_head: bool = False) -> float:
         """Bytes of one token's keys and values in all layers, on each of ``ranks`` ranks that share the heads.
 
         More ranks than key heads repeat these. With latent attention engines cache the latent vector, on every rank;
-        with ``of_heads`` the keys and values of all heads that are made of it, as Transformers does.
+        with ``per_head`` the keys and values of all heads that are made of it, as Transformers does.
         """
-        if self.latent and not of_heads:
+        if self.latent and not per_head:
             return float(self.layers * self.latent.cached * bytes_per_number)
         return self.layers * self.keys_and_values * bytes_per_number / min(ranks, self.kv_heads)
 

@@ -26,11 +26,11 @@ _MICRO_BATCHES = ("micro_batch_size", "use_dynamic_bsz", "max_token_len_per_gpu"
 """Parts of the keys of micro-batches; if one is set, all are kept."""
 _FULL_PASS = 32_768
 """Tokens of a pass on one rank beyond which larger ones are assumed to be no faster."""
-_MOST_ENGINE_MEMORY = 0.9
+_MAX_ENGINE_MEMORY = 0.9
 """Largest ``gpu_memory_utilization`` of an engine in another process."""
 _SAME_SPEED = 1.02
 """Ratio of seconds within which two layouts are about as fast: less than the plan knows."""
-_KEPT = 8
+_MAX_CANDIDATES = 8
 """Training layouts of each kind of offload that are planned with all rollout layouts."""
 
 Settings = Mapping[str, object]
@@ -131,32 +131,32 @@ def suggest(plan: Plan, keeps: Collection[str], check: Callable[[Plan], None], m
             least = min(least, bytes_of_passes)
             if bytes_of_passes <= plan.cluster.usable_bytes:
                 fitting.setdefault(level, []).append(layout)
-    whole: list[SuggestedLayout] = []
+    candidates: list[SuggestedLayout] = []
     for layouts in fitting.values():
-        for layout in sorted(layouts, key=lambda one: _seconds_of_passes(one.plan))[:_KEPT]:
-            whole += _with_rollout(layout, keeps)
-    chosen: list[SuggestedLayout] = []
-    fastest = min((layout.plan.seconds for layout in whole), default=0.0)
+        for layout in sorted(layouts, key=lambda layout: _seconds_of_passes(layout.plan))[:_MAX_CANDIDATES]:
+            candidates += _with_rollout(layout, keeps)
+    suggested: list[SuggestedLayout] = []
+    fastest = min((layout.plan.seconds for layout in candidates), default=0.0)
 
     def rank(layout: SuggestedLayout) -> tuple[float, ...]:
         # Layouts about as fast as the fastest: first the one that fewest ranks share. Of equally fast ones the one that
         # keeps most on the device: that offload takes next to no time for a small model is no reason for it.
         seconds, held = layout.plan.seconds, layout.plan.models["actor"]
         is_close = seconds <= fastest * _SAME_SPEED
-        shared_by, kept = held.memory.layout.ranks_per_model, held.keeps_weights + held.keeps_optimizer
-        return (not is_close, shared_by if is_close else 0, round(seconds, 2), -kept, layout.bytes)
+        shared_by, num_on_device = held.memory.layout.ranks_per_model, held.keeps_weights + held.keeps_optimizer
+        return (not is_close, shared_by if is_close else 0, round(seconds, 2), -num_on_device, layout.bytes)
 
-    for layout in sorted(whole, key=rank):
-        if len(chosen) == most:
+    for layout in sorted(candidates, key=rank):
+        if len(suggested) == most:
             break
-        if any(layout.sizes == other.sizes for other in chosen):
+        if any(layout.sizes == other.sizes for other in suggested):
             continue
         try:
             check(layout.plan)
         except ConfigError:
             continue
-        chosen.append(layout)
-    return Suggestions(chosen, tried, sum(map(len, fitting.values())), least)
+        suggested.append(layout)
+    return Suggestions(suggested, tried, sum(map(len, fitting.values())), least)
 
 
 def _seconds_of_passes(plan: Plan) -> float:
@@ -313,12 +313,12 @@ def _with_micro_batches(plan: Plan, settings: Settings, keeps: Collection[str]) 
 
 def _tokens(plan: Plan, stage: Stage, row: int) -> tuple[str, list[int]]:
     """Return the key of a stage's tokens, and rows' tokens times powers of two that fit; at least one row's."""
-    of_rank = plan.row_tokens * plan.rows(1)
+    rank_tokens = plan.row_tokens * plan.rows(1)
     if stage.micro_batch_key.endswith("ppo_max_token_len_per_gpu"):
         model = "critic" if stage.micro_batch_key.startswith("critic") else "actor"
         memory = plan.models[model].memory
-        of_rank = plan.row_tokens * plan.mini_batch_rows(model) // memory.layout.sequence
-    most = min(stage.largest or 0, max(row, _FULL_PASS), max(row, of_rank))
+        rank_tokens = plan.row_tokens * plan.mini_batch_rows(model) // memory.layout.sequence
+    most = min(stage.largest or 0, max(row, _FULL_PASS), max(row, rank_tokens))
     return stage.micro_batch_key, [row * size for size in _powers(most // row)] or [row]
 
 
@@ -367,4 +367,4 @@ def _engine_share(plan: Plan) -> float:
     """Return the part of a device's memory that is left for an engine in another process, in steps of 0.05."""
     resident = 0.0 if plan.has_rollout_pool else sum(held.idle_bytes for held in plan.models.values())
     share = (plan.cluster.usable_bytes - resident) / (plan.cluster.memory_gb * 1e9)
-    return max(0.05, min(_MOST_ENGINE_MEMORY, math.floor(share * 20 + 1e-9) / 20))
+    return max(0.05, min(_MAX_ENGINE_MEMORY, math.floor(share * 20 + 1e-9) / 20))

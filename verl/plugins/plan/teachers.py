@@ -11,7 +11,7 @@ from verl.plugins.plan.memory import ModelMemory
 WHOLE_VOCABULARY = ("forward_kl", "reverse_kl", "jsd")
 """Divergences of the whole vocabulary, whose teachers compute in the update of the policy."""
 AVERAGE_BYTES = 4
-"""Of a parameter in the copy of a policy that teaches itself with other weights than its own."""
+"""Bytes of a parameter in the copy of a policy that teaches itself with other weights than its own."""
 
 
 @dataclass(frozen=True)
@@ -25,25 +25,25 @@ class PlannedTeachers:
     config: DistillationConfig
 
     @property
-    def others(self) -> Mapping[str, DistillationTeacherModelConfig]:
+    def separate(self) -> Mapping[str, DistillationTeacherModelConfig]:
         """Teachers with a model of their own on GPUs of the run, by name; endpoints are elsewhere."""
         if not self.config.enabled or self.config.is_self_distillation:
             return {}
-        return {name: one for name, one in self.config.teachers.items() if one.inference.name != "openai"}
+        return {name: teacher for name, teacher in self.config.teachers.items() if teacher.inference.name != "openai"}
 
     @property
     def are_forward_passes(self) -> bool:
-        """Whether they are forward passes of the training engine; else each is an engine."""
+        """Return whether they are forward passes of the training engine; else each is an engine."""
         return self.config.has_forward_passes
 
     @property
     def ranks(self) -> int:
         """Ranks of their own pool; 0 where they are on those that train."""
-        return self.config.ranks if self.others else 0
+        return self.config.ranks if self.separate else 0
 
     @property
     def read_whole_vocabulary(self) -> bool:
-        """Whether the loss compares the whole vocabulary."""
+        """Return whether the loss compares the whole vocabulary."""
         return self.config.enabled and self.config.distillation_loss.loss_mode in WHOLE_VOCABULARY
 
     @property
@@ -52,7 +52,7 @@ class PlannedTeachers:
         return 1.0 if self.read_whole_vocabulary else 1 / max(1, len(self.config.teachers))
 
     def offloads(self, teacher: DistillationTeacherModelConfig) -> bool:
-        """Whether a teacher leaves the device while others compute; one alone on its ranks stays."""
+        """Return whether a teacher leaves the device while others compute; one alone on its ranks stays."""
         return teacher.inference.free_cache_engine and not (self.config.ranks > 0 and len(self.config.teachers) == 1)
 
     def average(self, policy: ModelMemory) -> float:

@@ -85,10 +85,10 @@ def pass_seconds(
     if lay.shards * lay.replicas == 1:
         return computing
     size = model.shape.parameters(model.outputs) / lay.tensor
-    others = (lay.shards - 1) / lay.shards
+    foreign_share = (lay.shards - 1) / lay.shards
     gathers = 2 if trains and lay.reshards else 1
     per_pass = size * lay.compute_bytes * gathers + trains * model.trained / lay.tensor * 4
-    exchanging = updates * count * per_pass * others / cluster.gather_bytes_per_s(lay.shards, apart=lay.tensor)
+    exchanging = updates * count * per_pass * foreign_share / cluster.gather_bytes_per_s(lay.shards, apart=lay.tensor)
     if trains and lay.replicas > 1:  # ranks with equal shards add their gradients, in fp32, after every pass
         summing = 2 * model.trained * 4 / lay.shards / lay.tensor * (lay.replicas - 1) / lay.replicas
         between = cluster.gather_bytes_per_s(lay.replicas, apart=lay.shards * lay.tensor)
@@ -112,7 +112,7 @@ def _pass(model: ModelMemory, cluster: Cluster, work: Work, tokens: float, train
     length = work.prompt + work.response
     launch_s = cluster.launch_s * (1 if lay.is_megatron else constants.FSDP_LAUNCH) * (forwards + 2 * trains)
     heads = model.heads if trains else 0
-    launching = _of_slowest_stage(model, lambda is_sparse: _launches(model, is_sparse) * launch_s, heads)
+    launching = _slowest_stage_sum(model, lambda is_sparse: _launches(model, is_sparse) * launch_s, heads)
     if cluster.mfu is not None:
         counter = s.flops(model.outputs, is_frozen=model.adapters > 0, heads=model.heads)
         spared = 1 - work.prompts_per_row
@@ -121,7 +121,7 @@ def _pass(model: ModelMemory, cluster: Cluster, work: Work, tokens: float, train
             again = flops * model.checkpoints
             flops = counter.training_flops([length], work.response)
             flops += again - spared * counter.training_flops([work.prompt], 0)
-        share = _of_slowest_stage(model, lambda _: 1.0) * lay.pipeline / s.layers
+        share = _slowest_stage_sum(model, lambda _: 1.0) * lay.pipeline / s.layers
         return share * tokens / per_row * flops / lay.ranks_per_model / (cluster.gpu.peak_flops * cluster.mfu)
     pairs = length * (length + 1) / 2 - (1 - work.prompts_per_row) * work.prompt * (work.prompt + 1) / 2
     attention = tokens / per_row * pairs * 2 * (s.attention_width + s.output_width) / lay.tensor / lay.sequence
@@ -129,20 +129,20 @@ def _pass(model: ModelMemory, cluster: Cluster, work: Work, tokens: float, train
 
     def of_layer(is_sparse: bool) -> float:
         products = (forwards + trains * (1 if model.adapters else 2)) * _products(model, cluster, tokens, is_sparse)
-        return products + attending + (forwards + 2 * trains) * _others(model, cluster, tokens, is_sparse)
+        return products + attending + (forwards + 2 * trains) * _other_operations(model, cluster, tokens, is_sparse)
 
-    computing = _of_slowest_stage(model, of_layer, heads)
+    computing = _slowest_stage_sum(model, of_layer, heads)
     computing += (1 + heads) * _head(model, cluster, tokens / per_row * work.response, trains)
     return max(computing, launching) + _weights_of_pass(model, cluster, trains)
 
 
-def _of_slowest_stage(model: ModelMemory, of_layer: Callable[[bool], float], heads: int = 0) -> float:
+def _slowest_stage_sum(model: ModelMemory, layer_seconds: Callable[[bool], float], heads: int = 0) -> float:
     """Return the largest sum over the layers of a pipeline stage, whose last one has heads, each with a layer.
 
-    ``of_layer`` is told whether a layer has experts.
+    ``layer_seconds`` is told whether a layer has experts.
     """
     s = model.shape
-    values = {is_sparse: of_layer(is_sparse) for is_sparse in s.kinds}
+    values = {is_sparse: layer_seconds(is_sparse) for is_sparse in s.kinds}
     sums = [0.0] * model.layout.pipeline
     for piece, ends in enumerate(model.layout.piece_ranges(s.layers)):
         for is_sparse, count in zip((False, True), s.layers_between(*ends), strict=True):
@@ -163,20 +163,20 @@ def _launches(model: ModelMemory, is_sparse: bool) -> float:
 def _products(model: ModelMemory, cluster: Cluster, tokens: float, is_sparse: bool) -> float:
     """Seconds of the matrix products of a rank's part of a layer, forward."""
     s, lay = model.shape, model.layout
-    others, experts = s.matrices_of_layer(is_sparse)
+    rest, experts = s.matrices_of_layer(is_sparse)
     read = lay.compute_bytes / cluster.memory_bytes_per_s
-    seconds = others / lay.tensor * max(2 * tokens / lay.sequence / cluster.product_flops, read)
+    seconds = rest / lay.tensor * max(2 * tokens / lay.sequence / cluster.product_flops, read)
     if is_sparse:
         held = experts / lay.expert_ranks if lay.is_megatron else experts
         # Tokens of all ranks that hold the experts of a layer together; under FSDP a rank has them all.
-        of_group = tokens / lay.sequence * (lay.expert_ranks / lay.tensor if lay.is_megatron else 1)
-        rows = of_group * s.active_experts / s.experts
+        group_tokens = tokens / lay.sequence * (lay.expert_ranks / lay.tensor if lay.is_megatron else 1)
+        rows = group_tokens * s.active_experts / s.experts
         tiles = math.ceil(rows / _TILE) * _TILE
         seconds += held * max(2 * tiles / cluster.product_flops, read)
     return seconds
 
 
-def _others(model: ModelMemory, cluster: Cluster, tokens: float, is_sparse: bool) -> float:
+def _other_operations(model: ModelMemory, cluster: Cluster, tokens: float, is_sparse: bool) -> float:
     """Seconds of what a rank's part of a layer reads and writes besides products and attention, forward."""
     s, lay = model.shape, model.layout
     width = s.active_experts * s.expert_width + s.shared_width if is_sparse else s.feed_forward
@@ -237,18 +237,20 @@ def _seconds_per_token(model: ModelMemory, cluster: Cluster) -> float:
     width = s.attention_width + s.keys_and_values + s.output_width
     heads = width * b / lay.tensor * (lay.sequence - 1) / lay.sequence
     routed = 2 * s.active_experts * hidden / lay.tensor * (lay.expert - 1) / lay.expert
-    of_dense = sums / cluster.gather_bytes_per_s(lay.tensor)
-    of_dense += heads / cluster.exchange_bytes_per_s(lay.sequence, apart=lay.tensor)
-    of_sparse = of_dense + routed / cluster.exchange_bytes_per_s(lay.expert)
+    dense_seconds = sums / cluster.gather_bytes_per_s(lay.tensor)
+    dense_seconds += heads / cluster.exchange_bytes_per_s(lay.sequence, apart=lay.tensor)
+    sparse_seconds = dense_seconds + routed / cluster.exchange_bytes_per_s(lay.expert)
     between = hidden / lay.tensor * lay.pieces if lay.pipeline > 1 else 0
     is_far = lay.ranks_per_model > cluster.joined
     bandwidth = (cluster.network_bytes_per_s if is_far else cluster.gpu.link_bytes_per_s) * cluster.link_use
-    of_layers = _of_slowest_stage(model, lambda is_sparse: of_sparse if is_sparse else of_dense)
-    return (of_layers + between / bandwidth) / lay.sequence
+    layer_seconds = _slowest_stage_sum(model, lambda is_sparse: sparse_seconds if is_sparse else dense_seconds)
+    return (layer_seconds + between / bandwidth) / lay.sequence
 
 
 def _sum_of_gradients(model: ModelMemory, cluster: Cluster) -> float:
     """Seconds in which ranks with equal parts of the model add their gradients, in fp32, and fetch new weights."""
     lay = model.layout
-    others = (lay.replicas - 1) / lay.replicas
-    return others * (model.gradients + model.weights) / cluster.gather_bytes_per_s(lay.replicas, apart=lay.tensor)
+    foreign_share = (lay.replicas - 1) / lay.replicas
+    return (
+        foreign_share * (model.gradients + model.weights) / cluster.gather_bytes_per_s(lay.replicas, apart=lay.tensor)
+    )

@@ -26,15 +26,15 @@ _PREFIX = "base_model.model."  # before each name in a file of peft
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSpec:
-    """What a client's adapter is."""
+    """Specification of a client's adapter."""
 
     base_model: str
     rank: int
     seed: int
     train_attn: bool = True
-    """Whether layers of attention have adapters that are trained."""
+    """True if layers of attention have adapters that are trained."""
     train_mlp: bool = True
-    """Whether all other layers below the head have."""
+    """True if all other layers below the head have adapters that are trained."""
 
     @property
     def scale(self) -> float:
@@ -42,7 +42,7 @@ class AdapterSpec:
         return ALPHA / self.rank
 
     def trains(self, layer: str) -> bool:
-        """Whether the layer of this name is trained."""
+        """Return whether the layer of this name is trained."""
         return self.train_attn if "attn" in layer or "attention" in layer else self.train_mlp
 
 

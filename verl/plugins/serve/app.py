@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 ROOT = "/api/v1"
 WAIT_S = 30.0
-"""How long a request for a result waits for it, before the client asks again."""
+"""Seconds that a request for a result waits for it, before the client asks again."""
 STILL_RUNNING = 408
 """Status of a result that is not there yet, on which clients ask again."""
 MAX_BODY_BYTES = 256 * 2**20
@@ -58,7 +58,7 @@ class _Routes:
 
     def all(self) -> list[Route]:
         clients = self._clients
-        of_run, run = "training_runs/{run}", "run"
+        run_path, run = "training_runs/{run}", "run"
         return [
             self._get("healthz", lambda _: {"status": "ok"}),
             self._get("get_server_capabilities", lambda _: clients.capabilities()),
@@ -66,8 +66,8 @@ class _Routes:
             self._get("sessions/{session}", lambda r: clients.session(r.path_params["session"])),
             self._get("samplers/{sampler}", lambda r: clients.sampler(r.path_params["sampler"])),
             self._get("training_runs", lambda r: clients.runs(r.query_params)),
-            self._get(of_run, lambda r: clients.run(r.path_params[run])),
-            self._get(f"{of_run}/checkpoints", lambda r: clients.checkpoints(r.path_params[run])),
+            self._get(run_path, lambda r: clients.run(r.path_params[run])),
+            self._get(f"{run_path}/checkpoints", lambda r: clients.checkpoints(r.path_params[run])),
             self._post("client/config", protocol.Anything, lambda _: clients.flags()),
             self._post("client/dynamic_config", protocol.Anything, lambda _: {"sample_cancel_enabled": False}),
             self._post("telemetry", protocol.Anything, lambda _: {"status": "accepted"}),
@@ -86,7 +86,7 @@ class _Routes:
             self._route("forward_backward", self._train, "POST"),
             self._route("retrieve_future", self._retrieve, "POST"),
             self._route("sessions/{session}/finish", self._finish, "POST"),
-            self._route(f"{of_run}/checkpoints/{{checkpoint:path}}", self._delete, "DELETE"),
+            self._route(f"{run_path}/checkpoints/{{checkpoint:path}}", self._delete, "DELETE"),
         ]
 
     def _route(self, path: str, handler: Handler, method: str) -> Route:

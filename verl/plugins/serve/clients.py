@@ -1,4 +1,4 @@
-"""What clients ask for: sessions, models, saved weights. Requests are checked here, and put on the board."""
+"""Requests of clients: sessions, models, saved weights. They are checked here, and put on the board."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NOT_HERE = {
 
 @dataclass
 class ClientSession:
-    """What a client has opened."""
+    """Session of a client."""
 
     session_id: str
     user_metadata: JsonMapping | None
@@ -211,8 +211,8 @@ class Clients:
         return self.board.put(Job(request_id=f"{model_id}:0", kind=kind, payload=payload, model=model))
 
     def _check_base(self, name: str | None) -> None:
-        known = {self._config.name, self._config.model.path}
-        if name is not None and name not in known:
+        names = {self._config.name, self._config.model.path}
+        if name is not None and name not in names:
             raise RefusedError(f"base_model={name!r:.200} is not served here; {self._config.name!r} is.", status=404)
 
     def _check_optimizer(self, optimizer: protocol.OptimizerKind | None) -> None:
@@ -288,7 +288,7 @@ class Clients:
 
     def load(self, body: protocol.LoadWeights) -> Job:
         """Load saved weights into a model, or into a new one."""
-        path = SavedPath.of(body.path)
+        path = SavedPath.parse(body.path)
         self._check_base(body.base_model)
         self._check_optimizer(body.optimizer_config)
         spec, task = self._files.spec(path), LoadTask(path, body.optimizer)
@@ -310,7 +310,7 @@ class Clients:
 
     def weights_info(self, body: protocol.OfPath) -> JsonMapping:
         """Describe saved weights."""
-        spec = self._files.spec(SavedPath.of(body.tinker_path))
+        spec = self._files.spec(SavedPath.parse(body.tinker_path))
         return {
             "base_model": spec.base_model,
             "is_lora": True,
@@ -362,7 +362,7 @@ class Clients:
 
     def delete(self, run_id: str, checkpoint: str) -> None:
         """Delete saved weights."""
-        self._files.delete(SavedPath.of(f"tinker://{run_id}/{checkpoint}"))
+        self._files.delete(SavedPath.parse(f"tinker://{run_id}/{checkpoint}"))
 
     # ---- sampling
 
@@ -381,7 +381,7 @@ class Clients:
             if base_model is None:
                 raise RefusedError("give model_path or base_model.")
             return Sampler(sampler_id, None, None, session_id)
-        path = SavedPath.of(model_path)
+        path = SavedPath.parse(model_path)
         self._check_spec(self._files.spec(path), path)
         return Sampler(sampler_id, self._files.saved(path), model_path, session_id)
 

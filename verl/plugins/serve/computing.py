@@ -1,4 +1,4 @@
-"""What the ranks compute for jobs, and which adapters are in their memory."""
+"""Computation of jobs by the ranks, and placement of adapters in their memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SaveTask:
     with_optimizer: bool
     user_metadata: JsonMapping | None = None
     overwrite: bool = True
-    """Whether it replaces weights with its name."""
+    """True if it replaces weights with its name."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class SampleTask:
 
     prompt: list[int]
     sampling: tuple[SamplingParams, ...]
-    """Of each response."""
+    """Sampling parameters of each response."""
     scored: int = 0
-    """How many of the prompt's last tokens are scored too."""
+    """Number of the prompt's last tokens that are scored too."""
     wants_prompt: bool = False
-    """Whether the client asks for log-probs of the prompt."""
+    """True if the client asks for log-probs of the prompt."""
 
 
 class Computing:
@@ -161,10 +161,10 @@ class Computing:
     def _free_slot(self, needed: Sequence[ModelState]) -> int:
         """Return a slot that is free, if necessary after writing the adapter used longest ago to the disk."""
         # Those that are needed may have ended meanwhile with their session.
-        placed = [model for model in {*self._board.models(), *needed} if model.slot is not None]
-        if free := {*range(self._slots)} - {model.slot for model in placed}:
+        in_slots = [model for model in {*self._board.models(), *needed} if model.slot is not None]
+        if free := {*range(self._slots)} - {model.slot for model in in_slots}:
             return min(free)
-        model = min((model for model in placed if model not in needed), key=lambda model: model.last_used)
+        model = min((model for model in in_slots if model not in needed), key=lambda model: model.last_used)
         slot, stash = cast(int, model.slot), self._files.running / f"stash-{model.model_id}"
         self.group.move_adapter_out(slot, str(stash))
         model.stash, model.slot = stash, None
@@ -202,8 +202,8 @@ class Computing:
         self._place(models)
         parts = [cast(list[TrainingRow], job.payload) for job in jobs]
         slots = [cast(int, cast(ModelState, job.model).slot) for job in jobs]
-        of_rows = [slot for slot, part in zip(slots, parts, strict=True) for _ in part]
-        batch, batch_rows = batch_of([row for part in parts for row in part], of_rows, self.group.world_size)
+        row_slots = [slot for slot, part in zip(slots, parts, strict=True) for _ in part]
+        batch, batch_rows = batch_of([row for part in parts for row in part], row_slots, self.group.world_size)
         output = cast(DataProto, (self.group.forward_backward if with_gradients else self.group.forward)(batch))
         if not output.meta_info["finite"]:
             raise NonFiniteError(
@@ -213,11 +213,11 @@ class Computing:
         log_probs, losses = output.batch["log_probs"].numpy(), output.batch["losses"].tolist()
         results, first = [], 0
         for job, part in zip(jobs, parts, strict=True):
-            of_job, first = batch_rows[first : first + len(part)], first + len(part)
+            job_rows, first = batch_rows[first : first + len(part)], first + len(part)
             cast(ModelState, job.model).has_gradients |= with_gradients
-            of_targets = [log_probs[i, : len(row.tokens)] for i, row in zip(of_job, part, strict=True)]
-            metrics = {"loss:sum": float(sum(losses[i] for i in of_job))}
-            results.append(Result(write_training_result(of_targets, metrics), MEDIA_TYPE))
+            target_log_probs = [log_probs[i, : len(row.tokens)] for i, row in zip(job_rows, part, strict=True)]
+            metrics = {"loss:sum": float(sum(losses[i] for i in job_rows))}
+            results.append(Result(write_training_result(target_log_probs, metrics), MEDIA_TYPE))
         return results
 
     # ---- sampling
@@ -232,9 +232,9 @@ class Computing:
         dealt = self.group.sample([requests[rank::ranks] for rank in range(ranks)], [folder] * ranks)
         outputs: list[RolloutOutput] = [dealt[i % ranks][i // ranks] for i in range(len(requests))]
         scores = iter(self._prompt_scores([task for task in tasks if task.scored], folder))
-        results, drawn = [], iter(outputs)
+        results, responses = [], iter(outputs)
         for task in tasks:
-            samples = [_sampled(next(drawn)) for _ in task.sampling]
+            samples = [_sampled(next(responses)) for _ in task.sampling]
             prompt: list[float] | None = None
             if task.wants_prompt:
                 prompt = [float("nan")] * len(task.prompt)

@@ -20,7 +20,7 @@ _TARGETS = "target_tokens"
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What the base model takes."""
+    """Limits of the base model on requests."""
 
     vocab_size: int
     max_length: int
@@ -50,14 +50,14 @@ def checked_settings(loss: str, requested: Mapping[str, float | str]) -> tuple[f
     """
     if loss not in LOSSES:
         raise RefusedError(f"there is no loss {loss!r:.100} here. Use one of {', '.join(NAMES)}.")
-    known = LOSSES[loss].settings
-    if unknown := sorted(requested.keys() - known.keys()):
-        allowed = f"It has {', '.join(known)}." if known else "It has none."
+    defaults = LOSSES[loss].settings
+    if unknown := sorted(requested.keys() - defaults.keys()):
+        allowed = f"It has {', '.join(defaults)}." if defaults else "It has none."
         raise RefusedError(f"loss_fn_config: {loss} has no {unknown[0]!r:.100}. {allowed}")
     for name, value in requested.items():
         if isinstance(value, str) or not np.isfinite(value):
             raise RefusedError(f"loss_fn_config: {name}={value!r:.100} must be a finite number.")
-    return tuple(float(requested.get(name, default)) for name, default in known.items())
+    return tuple(float(requested.get(name, default)) for name, default in defaults.items())
 
 
 def checked_rows(
@@ -102,9 +102,9 @@ def checked_rows(
         check_tokens(tokens, limits, f"{where}: model_input")
         check_tokens(datum.inputs[_TARGETS], limits, f"{where}: {_TARGETS}")
         targets = datum.inputs[_TARGETS].astype(np.int64)
-        of_policy = datum.inputs.get("logprobs")
+        policy_log_probs = datum.inputs.get("logprobs")
         factors = datum.inputs.get("weights" if loss == NAMES[0] else "advantages", np.ones(length))
-        rows.append(TrainingRow(tokens, targets, loss, of_policy, factors, settings))
+        rows.append(TrainingRow(tokens, targets, loss, policy_log_probs, factors, settings))
     return rows
 
 
@@ -152,8 +152,8 @@ def batch_of(rows: Sequence[TrainingRow], slots: Sequence[int], ranks: int) -> t
         SLOT: torch.full((count,), NO_SLOT, dtype=torch.long),
     }
     batch_rows = [0] * len(rows)
-    for rank, of_rank in enumerate(dealt):
-        for offset, index in enumerate(of_rank):
+    for rank, rank_rows in enumerate(dealt):
+        for offset, index in enumerate(rank_rows):
             batch_row = batch_rows[index] = rank * per_rank + offset
             row, length = rows[index], len(rows[index].tokens)
             input_ids[batch_row, :length] = torch.as_tensor(row.tokens)

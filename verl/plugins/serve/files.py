@@ -1,4 +1,4 @@
-"""What clients save: folders below ``server.state_dir``, which clients name by ``tinker://`` paths.
+"""Saved weights of clients: folders below ``server.state_dir``, which clients name by ``tinker://`` paths.
 
 ::
 
@@ -74,7 +74,7 @@ class SavedPath:
     name: str
 
     @classmethod
-    def of(cls, text: str) -> SavedPath:
+    def parse(cls, text: str) -> SavedPath:
         """Read a path.
 
         Raises:
@@ -130,11 +130,11 @@ class StateFiles:
         self.running.mkdir(parents=True)
 
     def folder(self, path: SavedPath) -> Path:
-        """Where these weights are, or are to be."""
+        """Return the folder of these weights, whether they are saved yet or not."""
         return self.root / path.run / path.kind / path.name
 
     def saved(self, path: SavedPath) -> Path:
-        """Where these weights are.
+        """Return the folder of saved weights.
 
         Raises:
             RefusedError: there are none.
@@ -146,7 +146,7 @@ class StateFiles:
         return folder
 
     def spec(self, path: SavedPath) -> AdapterSpec:
-        """What these weights are; errors as of :meth:`saved`."""
+        """Return the specification of saved weights; errors as of :meth:`saved`."""
         try:
             return read_spec(self.saved(path))[0]
         except CheckpointError as error:

@@ -27,7 +27,7 @@ KEPT_RESULTS = 256
 MAX_UNFETCHED_BYTES = 2**30
 """Size of results that no client has fetched yet; beyond it the oldest are dropped."""
 JOB_BYTES = 1024
-"""What an answered job takes besides its result, about."""
+"""Approximate overhead of a finished job, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class ModelState:
     spec: AdapterSpec
     user_metadata: JsonMapping | None = None
     slot: int | None = None
-    """Where its adapter is in the memory of the ranks; None while it is on the disk, or nowhere yet."""
+    """Slot of its adapter in the memory of the ranks; None while it is on the disk, or nowhere yet."""
     stash: Path | None = None
     """Folder of its adapter on the disk."""
     has_gradients: bool = False
-    """Whether gradients were added since its last step."""
+    """True if gradients were added since its last step."""
     lacks_gradients: bool = False
-    """Whether a pass since its last step was refused or failed, so that the sum is not what the client wants."""
+    """True if a pass since its last step was refused or failed, so that the sum is not what the client wants."""
     last_used: int = 0
     lost: str | None = None
     """Why it cannot go on."""
@@ -86,20 +86,20 @@ class Job:
     request_id: str
     kind: JobKind
     payload: object
-    """What is to be computed, checked; None once the job is answered."""
+    """Checked input of the computation; None once the job is answered."""
     responses: int = 0
     """Responses that a job of kind ``sample`` draws."""
     session_id: str | None = None
-    """Of a job of kind ``sample``; None outside sessions. Others belong to the session of their model."""
+    """Session of a job of kind ``sample``; None outside sessions. Other jobs belong to the session of their model."""
     model: ModelState | None = None
     seq: int = 0
     weights: Path | None = None
-    """What a job of kind ``sample`` samples with; None: the base model."""
+    """Adapter weights of a job of kind ``sample``; None: the base model."""
     arrival: int = 0
     result: Future[Result] = field(default_factory=Future)
 
     def is_of(self, session_id: str) -> bool:
-        """Whether a session made this request."""
+        """Return whether a session made this request."""
         return session_id == (self.session_id if self.model is None else self.model.session_id)
 
 
@@ -201,7 +201,7 @@ class JobBoard:
             return self._jobs[request_id]
 
     def is_waiting(self, session_id: str) -> bool:
-        """Whether a request of a session is not answered yet."""
+        """Return whether a request of a session is not answered yet."""
         with self._changed:
             return any(job.is_of(session_id) and not job.result.done() for job in self._jobs.values())
 
@@ -251,13 +251,13 @@ class JobBoard:
 
     def _samples(self, most: int) -> list[Job]:
         """Take samples that are drawn with the weights of the first that waits."""
-        weights, taken, kept, count = self._sampling[0].weights, [], [], 0
+        weights, batch, remaining, count = self._sampling[0].weights, [], [], 0
         for job in self._sampling:
-            is_taken = job.weights == weights and (not taken or count < most)
-            (taken if is_taken else kept).append(job)
-            count += job.responses if is_taken else 0
-        self._sampling = deque(kept)
-        return taken
+            fits = job.weights == weights and (not batch or count < most)
+            (batch if fits else remaining).append(job)
+            count += job.responses if fits else 0
+        self._sampling = deque(remaining)
+        return batch
 
     def answer(self, job: Job, outcome: Result | VerlError) -> None:
         """Give a job its result or its error, and let its model go on."""

@@ -66,14 +66,14 @@ class ClientLoss:
 
 
 _CLIP = MappingProxyType({"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
-_OF_POLICY = ("logprobs", "advantages")
+_POLICY_INPUTS = ("logprobs", "advantages")
 LOSSES: Mapping[str, ClientLoss] = MappingProxyType(
     {
         "cross_entropy": ClientLoss(cross_entropy, ("weights",), {}),
-        "importance_sampling": ClientLoss(importance_sampling, _OF_POLICY, {}),
-        "ppo": ClientLoss(ppo, _OF_POLICY, _CLIP),
-        "cispo": ClientLoss(cispo, _OF_POLICY, _CLIP),
-        "dro": ClientLoss(dro, _OF_POLICY, {"beta": 0.05}),
+        "importance_sampling": ClientLoss(importance_sampling, _POLICY_INPUTS, {}),
+        "ppo": ClientLoss(ppo, _POLICY_INPUTS, _CLIP),
+        "cispo": ClientLoss(cispo, _POLICY_INPUTS, _CLIP),
+        "dro": ClientLoss(dro, _POLICY_INPUTS, {"beta": 0.05}),
     }
 )
 NAMES = tuple(LOSSES)
@@ -95,8 +95,8 @@ def token_losses(log_probs: Tensor, batch: DataProto) -> Tensor:
     mask = columns["response_mask"].to(device).bool()
     for loss_index in index.unique().tolist():
         rows = (index == loss_index).nonzero().flatten()
-        of_rows = (columns[name].to(device)[rows] for name in ("old_log_probs", "advantages", "loss_settings"))
-        losses = losses.index_copy(0, rows, LOSSES[NAMES[loss_index]].function(log_probs[rows], *of_rows))
+        inputs = (columns[name].to(device)[rows] for name in ("old_log_probs", "advantages", "loss_settings"))
+        losses = losses.index_copy(0, rows, LOSSES[NAMES[loss_index]].function(log_probs[rows], *inputs))
     return torch.where(mask, losses, 0.0)
 
 

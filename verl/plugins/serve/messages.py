@@ -49,8 +49,8 @@ def _message_classes() -> dict[str, Any]:
     for line in _FIELDS.strip().splitlines():
         name, fields = line.split(maxsplit=1)
         message = file.message_type.add(name=name)
-        for number, field, kind, many in re.findall(r"(\d+) (\w+) (\w+)(\*?)", fields):
-            added = message.field.add(name=field, number=int(number), label=3 if many else 1)
+        for tag, field, kind, many in re.findall(r"(\d+) (\w+) (\w+)(\*?)", fields):
+            added = message.field.add(name=field, number=int(tag), label=3 if many else 1)
             if kind in kinds:
                 added.type = kinds[kind]
             else:

@@ -141,7 +141,7 @@ class PromptTokens(_Request):
 
 
 class SamplingSettings(_Request):
-    """How to sample."""
+    """Sampling parameters of a request."""
 
     max_tokens: int | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)

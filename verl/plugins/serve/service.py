@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "tml-"
 """Beginning of every key, without which clients send none."""
 POLL_S = 0.5
-"""How often the computing thread looks whether it is to end."""
+"""Seconds between checks of the computing thread whether it is to end."""
 ROLE = "adapters"
 
 

@@ -84,10 +84,10 @@ class SlotAdapter:
         if stored.moments is not None and stored.steps:
             for name, weight in self._weights.items():
                 if weight.numel():
-                    of_rows = {
+                    row_moments = {
                         m: stored.moments[name][m][self._rows[name]].to(weight.device, copy=True) for m in MOMENTS
                     }
-                    self.optimizer.state[weight] = {"step": torch.tensor(float(stored.steps))} | of_rows
+                    self.optimizer.state[weight] = {"step": torch.tensor(float(stored.steps))} | row_moments
         self.steps = stored.steps
         engine.set_scale(slot, self.spec.scale)
 
@@ -145,14 +145,14 @@ class SlotAdapter:
 
     def stored(self, with_optimizer: bool, with_gradients: bool = False) -> StoredAdapter:
         """Gather the whole adapter on every rank. Collective."""
-        whole = self.engine.whole
-        weights = whole(self._weights)
+        gather = self.engine.whole
+        weights = gather(self._weights)
         if not with_optimizer:
             return StoredAdapter(self.spec, weights)
-        of = {m: {n: self.optimizer.state[w].get(m, w * 0) for n, w in self._weights.items()} for m in MOMENTS}
-        joined = {m: whole(of[m]) for m in MOMENTS}
+        by_moment = {m: {n: self.optimizer.state[w].get(m, w * 0) for n, w in self._weights.items()} for m in MOMENTS}
+        joined = {m: gather(by_moment[m]) for m in MOMENTS}
         moments = {name: {m: joined[m][name] for m in MOMENTS} for name in weights}
-        return StoredAdapter(self.spec, weights, moments, self.steps, whole(self._gradients) if with_gradients else {})
+        return StoredAdapter(self.spec, weights, moments, self.steps, gather(self._gradients) if with_gradients else {})
 
 
 class AdapterWorker(EngineWorker):
@@ -250,8 +250,8 @@ class AdapterWorker(EngineWorker):
         shape, rows = data.batch["response_mask"].shape, data.batch["row_index"].tolist()
         blank = torch.zeros(shape[1])
         log_probs = torch.stack([losses.log_probs.get(row, blank).cpu() for row in rows])
-        of_rows = torch.stack([losses.losses.get(row, torch.zeros(())).cpu() for row in rows])
-        columns = {"log_probs": log_probs.float(), "losses": of_rows.float()}
+        row_losses = torch.stack([losses.losses.get(row, torch.zeros(())).cpu() for row in rows])
+        columns = {"log_probs": log_probs.float(), "losses": row_losses.float()}
         return DataProto.from_dict(tensors=columns, meta_info={"finite": is_finite})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))

@@ -1,4 +1,4 @@
-"""How old the tokens were that steps trained on, for the page: the metrics ``training/off_policy/tokens_by_age``."""
+"""Ages of the tokens that steps trained on, for the page: the metrics ``training/off_policy/tokens_by_age``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypedDict
 
 from verl.plugins.view.curves import Curve
-from verl.plugins.view.timeline import MOST_STEPS
+from verl.plugins.view.timeline import MAX_STEPS
 
 AGE = re.compile(r"training/off_policy/tokens_by_age/(\d+)")
 
@@ -27,7 +27,7 @@ def names_of_ages(names: Iterable[str]) -> list[str]:
 
 
 def ages_of(curves: Mapping[str, Curve], first: int | None, last: int | None) -> list[StepAges]:
-    """Return the shares of steps ``first`` to ``last``, of the newest ``MOST_STEPS`` of them.
+    """Return the shares of steps ``first`` to ``last``, of the newest ``MAX_STEPS`` of them.
 
     Of a step that was made again after a resumption the later one counts, with the ages that it has.
 
@@ -42,12 +42,12 @@ def ages_of(curves: Mapping[str, Curve], first: int | None, last: int | None) ->
         curve, age = curves[name], int(name.rpartition("/")[2])
         for step, time, share in zip(curve.steps.tolist(), curve.times.tolist(), curve.values.tolist(), strict=True):
             if (first is None or step >= first) and (last is None or step <= last) and not math.isnan(share):
-                made = 0.0 if math.isnan(time) else time
-                if made > times.get(int(step), -1.0):
-                    times[int(step)], steps[int(step)] = made, {}
-                if made == times[int(step)]:
+                written_at = 0.0 if math.isnan(time) else time
+                if written_at > times.get(int(step), -1.0):
+                    times[int(step)], steps[int(step)] = written_at, {}
+                if written_at == times[int(step)]:
                     steps[int(step)][age] = share
     return [
         {"step": step, "shares": [steps[step].get(age, 0.0) for age in range(max(steps[step]) + 1)]}
-        for step in sorted(steps)[-MOST_STEPS:]
+        for step in sorted(steps)[-MAX_STEPS:]
     ]

@@ -200,13 +200,15 @@ def extremes(numbers: np.ndarray, points: int) -> np.ndarray:
     width = math.ceil(2 * len(numbers) / max(2, points))
     parts = np.pad(numbers, (0, -len(numbers) % width), constant_values=math.nan).reshape(-1, width)
     finite = np.isfinite(parts)
-    known = np.flatnonzero(finite.any(1))
+    has_finite = np.flatnonzero(finite.any(1))
     lowest = np.where(finite, parts, math.inf).argmin(1)
     highest = np.where(finite, parts, -math.inf).argmax(1)
     ends = [0, len(numbers) - 1]
     gaps = np.flatnonzero(~np.isfinite(numbers))
     gaps = gaps[np.unique(gaps // width, return_index=True)[1]]
-    return np.unique(np.concatenate([ends, known * width + lowest[known], known * width + highest[known], gaps]))
+    return np.unique(
+        np.concatenate([ends, has_finite * width + lowest[has_finite], has_finite * width + highest[has_finite], gaps])
+    )
 
 
 def _number(value: float | None) -> float:

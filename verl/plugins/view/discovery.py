@@ -55,7 +55,7 @@ class RunFiles:
 
     def kind_of(self, folder: Path) -> Kind:
         """The kind of the samples of a folder: as the settings say, else by its name."""
-        kinds: list[Kind] = [one.kind for one in self.named if one.path == folder]
+        kinds: list[Kind] = [dump.kind for dump in self.named if dump.path == folder]
         by_name: Kind = "validation" if "val" in folder.name else "train"
         return kinds[-1] if kinds else by_name
 
@@ -106,7 +106,7 @@ def find_runs(folders: Iterable[Path]) -> FoundFiles:
     metrics = sorted(set(metrics))
     names = _short_names(metrics)
     runs = [_run_files(path, names[path]) for path in metrics]
-    dumps |= {one.path for run in runs for one in run.named if _has_samples(one.path)}
+    dumps |= {dump.path for run in runs for dump in run.named if _has_samples(dump.path)}
     return FoundFiles(runs, [DumpFolder(path, _owner(path, runs)) for path in sorted(dumps)])
 
 
@@ -164,7 +164,7 @@ def _run_files(metrics: Path, name: str) -> RunFiles:
     writers = {str(start["run"]) for start in starts if start.get("run")} or {writer_of(metrics)} - {""}
     run_id = hashlib.blake2s(str(metrics).encode(), digest_size=6).hexdigest()
     run = RunFiles(metrics, run_id, name, frozenset(writers), starts)
-    run.named = [one for start in starts for one in _named_folders(start, metrics)]
+    run.named = [dump for start in starts for dump in _named_folders(start, metrics)]
     return run
 
 
@@ -267,7 +267,7 @@ def _owner(folder: Path, runs: list[RunFiles]) -> str | None:
     It is the run whose settings name the folder, of several the one that was started last. Else it is the one run, of
     those whose settings are not recorded, whose metrics share the longest part of the path; of several equal ones none.
     """
-    naming = [run for run in runs if any(one.path == folder for one in run.named)]
+    naming = [run for run in runs if any(dump.path == folder for dump in run.named)]
     if naming:
         return max(naming, key=lambda run: began(run.starts[-1])).id
     unknown = [run for run in runs if not run.named and not _names_no_folder(run)]
@@ -277,7 +277,7 @@ def _owner(folder: Path, runs: list[RunFiles]) -> str | None:
 
 
 def _names_no_folder(run: RunFiles) -> bool:
-    """Whether the record says that the run wrote no samples."""
+    """Return whether the record says that the run wrote no samples."""
     trainers = [start["config"].get("trainer") for start in run.starts if isinstance(start.get("config"), Mapping)]
     keys = ("rollout_data_dir", "validation_data_dir")
     return bool(trainers) and all(

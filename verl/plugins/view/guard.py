@@ -1,4 +1,4 @@
-"""Who may talk to the view: programs of this machine that know the token, and pages that it served itself."""
+"""Access to the view: programs of this machine that know the token, and pages that it served itself."""
 
 from __future__ import annotations
 

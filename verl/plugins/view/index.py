@@ -23,7 +23,7 @@ from verl.utils.run_log import SAMPLE_NUMBERS
 LONGEST_NAME = 200
 """Characters of a status, data source or group in the index."""
 VERSION = 4
-"""Of the tables; an index of another version is made anew."""
+"""Version of the tables; an index of another version is made anew."""
 
 _TABLES = """
 CREATE TABLE metrics_file (run TEXT PRIMARY KEY, chunks INTEGER, offset INTEGER, fingerprint TEXT);
@@ -118,13 +118,13 @@ class Index:
 def places_of_runs(index: Index, runs: Sequence[str]) -> dict[str, int]:
     """Return the number of each run, by which it has its colour; new runs get the next ones, in the given order."""
     with index.reading() as database:
-        known = dict(map(tuple, database.execute("SELECT run, number FROM place")))
-    if new := [run for run in runs if run not in known]:
+        numbers = dict(map(tuple, database.execute("SELECT run, number FROM place")))
+    if new := [run for run in runs if run not in numbers]:
         with index.writing() as database:  # another view of the folders may have added them
             query = "INSERT OR IGNORE INTO place SELECT ?, COALESCE(MAX(number) + 1, 0) FROM place"
             database.executemany(query, [(run,) for run in new])
-            known = dict(map(tuple, database.execute("SELECT run, number FROM place")))
-    return {run: known[run] for run in runs}
+            numbers = dict(map(tuple, database.execute("SELECT run, number FROM place")))
+    return {run: numbers[run] for run in runs}
 
 
 def place_of_index(folders: list[Path]) -> Path:

@@ -1,4 +1,4 @@
-"""What each rank did in a step, from the file that the tracker ``file`` writes beside its metrics."""
+"""Activity of each rank in a step, from the file that the tracker ``file`` writes beside its metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypedDict
 
 from verl.plugins.view.timeline import RankCall, Span, StepSpans
 
-MOST_STEPS = 40
+MAX_STEPS = 40
 """Steps over which busy time and waits are summed."""
 STEP = re.compile(rb'"step": (\d+)')
 HEAD_BYTES = 200
@@ -46,7 +46,7 @@ class RanksSummary(TypedDict):
     """Means over steps, of all ranks."""
 
     steps: int
-    """How many were read."""
+    """Number of steps that were read."""
     ranks: list[RankTotals]
 
 
@@ -123,7 +123,7 @@ def waits_of(lane: Sequence[RankCall], stages: Sequence[Span]) -> dict[str, floa
     busy = [(call["begin"], call["begin"] + call["seconds"]) for call in lane]
     spans = [(stage["name"], stage["depth"], stage["begin"], stage["begin"] + stage["seconds"]) for stage in stages]
     edges = sorted(
-        {edge for _, _, begin, end in spans for edge in (begin, end)} | {edge for one in busy for edge in one}
+        {edge for _, _, begin, end in spans for edge in (begin, end)} | {edge for interval in busy for edge in interval}
     )
     waits: dict[str, float] = {}
     for begin, end in pairwise(edges):
@@ -145,23 +145,23 @@ def summary_of(file: RanksFile, steps: Sequence[StepSpans], recorded: Sequence[i
         recorded: steps that the file has.
     """
     has_calls = set(recorded)
-    chosen = [step for step in steps if step["step"] in has_calls and step["spans"]][-MOST_STEPS:]
+    measured = [step for step in steps if step["step"] in has_calls and step["spans"]][-MAX_STEPS:]
     ranks: dict[str, RankTotals] = {}
-    for step in chosen:
+    for step in measured:
         begin, end = bounds_of(step["spans"])
         for lane in lanes_of(file.calls(step["step"]), begin, end):
             totals = ranks.setdefault(
                 lane["rank"], {"rank": lane["rank"], "busy": 0.0, "waits": {}, "rss_mb": 0, "device_mb": None}
             )
             waits = waits_of(lane["calls"], step["spans"])
-            totals["busy"] += (end - begin - sum(waits.values())) / len(chosen)
+            totals["busy"] += (end - begin - sum(waits.values())) / len(measured)
             for name, seconds in waits.items():
-                totals["waits"][name] = totals["waits"].get(name, 0.0) + seconds / len(chosen)
+                totals["waits"][name] = totals["waits"].get(name, 0.0) + seconds / len(measured)
             for call in lane["calls"]:
                 totals["rss_mb"] = max(totals["rss_mb"], call["rss_mb"])
                 if call["device_mb"] is not None:
                     totals["device_mb"] = max(totals["device_mb"] or 0, call["device_mb"])
-    return {"steps": len(chosen), "ranks": list(ranks.values())}
+    return {"steps": len(measured), "ranks": list(ranks.values())}
 
 
 def bounds_of(spans: Sequence[Span]) -> Interval:

@@ -86,7 +86,7 @@ def write_report(folder: Path, output: Path) -> None:
 
 
 def _is_page(file: Path) -> bool:
-    """Whether a file is empty or begins as reports do."""
+    """Return whether a file is empty or begins as reports do."""
     beginning = PAGE_BEGINS.encode()
     try:
         with file.open("rb") as opened:
@@ -153,17 +153,17 @@ def curves(run: Run, index: Index, marks: Sequence[Mark]) -> str:
     rest = [name for name in names if name not in first]
     series = run.metrics.series(index, names)
 
-    def figures(chosen: Iterable[str]) -> str:
-        drawn = [
-            f"<figure><figcaption>{escaped(name)}</figcaption>{curve(one.steps, one.values, marks)}</figure>"
-            for name in chosen
-            for one in [series[name]]
+    def figures(shown: Iterable[str]) -> str:
+        plots = [
+            f"<figure><figcaption>{escaped(name)}</figcaption>{curve(points.steps, points.values, marks)}</figure>"
+            for name in shown
+            for points in [series[name]]
         ]
-        return f"<div class=curves>{''.join(drawn)}</div>"
+        return f"<div class=curves>{''.join(plots)}</div>"
 
     more = f"<details><summary>{len(rest)} more curves</summary>{figures(rest)}</details>" if rest else ""
     words = {"checkpoint": "A tick at the bottom is a checkpoint.", "resumed": "A dashed line is a resumption."}
-    notes = [said for kind, said in words.items() if any(mark["kind"] == kind for mark in marks)]
+    notes = [sentence for kind, sentence in words.items() if any(mark["kind"] == kind for mark in marks)]
     if any(np.isnan(metric.values).any() for metric in series.values()):
         notes.append("A cross is a value that is not finite.")
     note = " ".join(notes)
@@ -179,7 +179,7 @@ def samples(run: Run, index: Index, kind: Kind) -> str:
     step = newest[0]["step"]
     parts.append(f"{step}</h2>")
     for title, descending in (("Best", True), ("Worst", False)):
-        chosen = SampleFilter(
+        selection = SampleFilter(
             run=run.files.id,
             kind=kind,
             step_from=step,
@@ -188,7 +188,7 @@ def samples(run: Run, index: Index, kind: Kind) -> str:
             descending=descending,
             limit=SAMPLES,
         )
-        rows = find_samples(index, chosen)["rows"]
+        rows = find_samples(index, selection)["rows"]
         shown = [sample(index, row["id"], position < SAMPLES_WITH_TOKENS) for position, row in enumerate(rows)]
         parts.append(f"<h3>{title}</h3>{''.join(shown)}")
     return "".join(parts)
@@ -199,18 +199,18 @@ def sample(index: Index, sample_id: int, with_tokens: bool) -> str:
     details = one_sample(index, sample_id)
     record = details["record"]
     trajectory = record.get("trajectory")
-    said = f"<pre>{escaped(record.get('input', ''))}</pre><pre>{escaped(record.get('output', ''))}</pre>"
+    body = f"<pre>{escaped(record.get('input', ''))}</pre><pre>{escaped(record.get('output', ''))}</pre>"
     if isinstance(trajectory, Mapping):
         why = f"<p>{escaped(trajectory['message'])}</p>" if trajectory.get("message") else ""
         messages = trajectory.get("conversation") or []
-        said = why + (conversation(messages) if messages else said)
+        body = why + (conversation(messages) if messages else body)
     columns = table(record["columns"]) if isinstance(record.get("columns"), Mapping) else ""
     status = f", {escaped(details['status'])}" if details["status"] else ""
     tokens = token_line(index, sample_id) if with_tokens else ""
     score = "not finite" if details["score"] is None else f"{details['score']:g}"
     return (
         f"<article><strong>Score {score}</strong>, {details['length']} tokens{status}, truth "
-        f"{escaped(details['gts'])}{columns}{said}{tokens}</article>"
+        f"{escaped(details['gts'])}{columns}{body}{tokens}</article>"
     )
 
 
@@ -228,14 +228,14 @@ def conversation(messages: Sequence[Mapping[str, object]]) -> str:
 
 
 def content_of(message: JsonMapping) -> str:
-    """What a message says, with its images named, and its tool calls."""
+    """Return the text of a message, with its images named, and its tool calls."""
     content = message.get("content") or ""
     if isinstance(content, list) and all(part in ({"type": "image"},) or "text" in part for part in content):
         content = "".join(part.get("text", "<image>") for part in content)
     calls = message.get("tool_calls") or []
-    said = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     called = [call_of(call) for call in calls]
-    return "\n".join([said, *called] if said else called)
+    return "\n".join([text, *called] if text else called)
 
 
 def call_of(call: object) -> str:

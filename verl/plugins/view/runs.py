@@ -1,4 +1,4 @@
-"""What the page says of a run: its state, starts, checkpoints, settings and alerts."""
+"""Facts about a run for the page: its state, starts, checkpoints, settings and alerts."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ MAIN_METRICS = (
     "actor/pg_loss", "critic/vf_loss", "train/loss",
     "timing_s/step", "perf/throughput",
 )  # fmt: skip
-"""What a page and a report show first: reward, validation, length, entropy, KL, gradient, loss, time.
+"""Metrics that a page and a report show first: reward, validation, length, entropy, KL, gradient, loss, time.
 
 One that ends with a slash stands for all that begin with it.
 """
@@ -143,11 +143,11 @@ One that ends with a slash stands for all that begin with it.
 
 def main_metrics(names: Iterable[str]) -> list[str]:
     """Return those of the metrics that are shown first, in the order of :data:`MAIN_METRICS`."""
-    known = sorted(names)
+    ordered = sorted(names)
     return [
         name
         for main in MAIN_METRICS
-        for name in known
+        for name in ordered
         if name == main or (main.endswith("/") and name.startswith(main))
     ]
 
@@ -205,7 +205,7 @@ class Library:
         self.index = index
         self.runs: dict[str, Run] = {}
         self.is_indexing = True
-        """Whether samples are being added to the index, or will be."""
+        """True if samples are being added to the index, or will be."""
         self._files = FoundFiles([], [])
         self._searched = 0.0
         self._lock = threading.Lock()
@@ -216,11 +216,11 @@ class Library:
         files_by_id = {files.id: files for files in self._files.runs}
         with self._lock:
             for key, files in files_by_id.items():
-                known = self.runs.get(key)
-                if known is None:
+                run = self.runs.get(key)
+                if run is None:
                     self.runs[key] = Run(files)
                 else:
-                    known.files = files
+                    run.files = files
             for key in self.runs.keys() - files_by_id.keys():
                 del self.runs[key]
         self._searched = time.monotonic()

@@ -34,7 +34,7 @@ SORTS = ("step", "score", "length", *SAMPLE_NUMBERS)
 
 @dataclass(frozen=True)
 class SampleFilter:
-    """Which samples a page asks for; None and empty texts do not filter."""
+    """Filter of the samples on a page; None and empty texts do not filter."""
 
     run: str
     kind: str = "train"
@@ -54,19 +54,19 @@ class SampleFilter:
 
     def conditions(self) -> tuple[str, list[object]]:
         """Return the WHERE clause and its values."""
-        wanted: list[tuple[str, object]] = [("run = ?", self.run), ("kind = ?", self.kind)]
+        conditions: list[tuple[str, object]] = [("run = ?", self.run), ("kind = ?", self.kind)]
         for column, low, high in (
             ("step", self.step_from, self.step_to),
             ("score", self.score_from, self.score_to),
             ("length", self.length_from, self.length_to),
         ):
-            wanted += [(f"{column} >= ?", low)] if low is not None else []
-            wanted += [(f"{column} <= ?", high)] if high is not None else []
-        wanted += [("status = ?", self.status)] if self.status else []
-        wanted += [("source = ?", self.source)] if self.source else []
-        clauses = [clause for clause, _ in wanted]
+            conditions += [(f"{column} >= ?", low)] if low is not None else []
+            conditions += [(f"{column} <= ?", high)] if high is not None else []
+        conditions += [("status = ?", self.status)] if self.status else []
+        conditions += [("source = ?", self.source)] if self.source else []
+        clauses = [clause for clause, _ in conditions]
         clauses += [f"{self.sort} IS NOT NULL"] if self.sort in SAMPLE_NUMBERS else []
-        return " AND ".join(clauses), [value for _, value in wanted]
+        return " AND ".join(clauses), [value for _, value in conditions]
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class _DumpFile:
 def refresh_samples(index: Index, files: FoundFiles) -> list[str]:
     """Add files of samples that are new or have grown, newest steps first; return the ids of runs with news."""
     with index.reading() as database:
-        known = {folder for (folder,) in database.execute("SELECT DISTINCT folder FROM dump")}
-    gone = sorted(known - {str(folder.path) for folder in files.dumps})
+        indexed = {folder for (folder,) in database.execute("SELECT DISTINCT folder FROM dump")}
+    gone = sorted(indexed - {str(folder.path) for folder in files.dumps})
     pending, changed = [], set()
     for folder in [*files.dumps, *(DumpFolder(Path(path), None) for path in gone)]:
         new, moved = _new_files(index, files, folder)
@@ -105,7 +105,7 @@ def _new_files(index: Index, files: FoundFiles, folder: DumpFolder) -> tuple[lis
     """Files of a folder that are new or have changed, and the runs that lost known ones or have them now."""
     with index.reading() as database:
         query = "SELECT path, id, size, mtime, writer, run, kind FROM dump WHERE folder = ?"
-        known = {row["path"]: row for row in database.execute(query, (str(folder.path),))}
+        indexed = {row["path"]: row for row in database.execute(query, (str(folder.path),))}
     owners: dict[str, tuple[str, str]] = {}
     new, moved = [], []
     try:
@@ -120,7 +120,7 @@ def _new_files(index: Index, files: FoundFiles, folder: DumpFolder) -> tuple[lis
         size, modified = stat.st_size, stat.st_mtime_ns
         if numbers := entries.get(path_of_numbers(path).name):  # comes when its step has ended
             size, modified = size + numbers.stat().st_size, max(modified, numbers.stat().st_mtime_ns)
-        row = known.get(entry.path)
+        row = indexed.get(entry.path)
         is_new = row is None or (row["size"], row["mtime"]) != (size, modified)
         writer = writer_of(path) if row is None or is_new else row["writer"]
         if writer not in owners:
@@ -131,7 +131,7 @@ def _new_files(index: Index, files: FoundFiles, folder: DumpFolder) -> tuple[lis
             new.append(_DumpFile(path, size, modified, writer, run, kind))
         elif row is not None and (row["run"], row["kind"]) != (run, kind):
             moved.append((run, kind, row["id"], row["run"]))
-    gone = [row for path, row in known.items() if os.path.basename(path) not in entries]
+    gone = [row for path, row in indexed.items() if os.path.basename(path) not in entries]
     if moved or gone:
         with index.writing() as database:
             for row in gone:
@@ -180,53 +180,55 @@ def why_no_samples(run: RunFiles) -> str:
         return f"No samples of it lie below these folders, and {record}."
     if not run.named:
         return "It wrote none: trainer.rollout_data_dir and trainer.validation_data_dir were not set."
-    said = []
-    for one in dict.fromkeys(run.named):
-        setting = f"trainer.{keys[one.kind]}={one.path}"
-        if not os.path.isdir(one.path):
-            said.append(f"{setting} is not here, or not written yet. A copy of it below these folders is found too.")
+    sentences = []
+    for dump in dict.fromkeys(run.named):
+        setting = f"trainer.{keys[dump.kind]}={dump.path}"
+        if not os.path.isdir(dump.path):
+            sentences.append(
+                f"{setting} is not here, or not written yet. A copy of it below these folders is found too."
+            )
         else:
-            said.append(f"{setting} has no samples of it: none are written yet, or another run has replaced them.")
-    return " ".join(said)
+            sentences.append(f"{setting} has no samples of it: none are written yet, or another run has replaced them.")
+    return " ".join(sentences)
 
 
-def find_samples(index: Index, wanted: SampleFilter) -> dict[str, Any]:
+def find_samples(index: Index, criteria: SampleFilter) -> dict[str, Any]:
     """Return one page of the samples that a filter chooses.
 
     Returns:
         ``rows`` with texts cut to ``PREVIEW``, ``total`` (at most ``COUNTED``; None for a search), and ``next``, the
         value of ``skip`` that goes on behind them, or None.
     """
-    where, values = wanted.conditions()
-    order = wanted.sort if wanted.sort in SORTS else "step"
-    direction = "DESC" if wanted.descending else "ASC"
+    where, values = criteria.conditions()
+    order = criteria.sort if criteria.sort in SORTS else "step"
+    direction = "DESC" if criteria.descending else "ASC"
     # In one direction, so that an index gives the order and nothing is sorted.
     columns = ("step", "position") if order == "step" else (order, "step", "position")
     query = f"SELECT * FROM sample WHERE {where} ORDER BY {', '.join(f'{name} {direction}' for name in columns)}"
     with index.reading() as database:
-        paths = dict(map(tuple, database.execute("SELECT id, path FROM dump WHERE run = ?", (wanted.run,))))
-        if wanted.text:
-            return _search(database, f"{query} LIMIT -1 OFFSET ?", [*values, wanted.skip], wanted, paths)
+        paths = dict(map(tuple, database.execute("SELECT id, path FROM dump WHERE run = ?", (criteria.run,))))
+        if criteria.text:
+            return _search(database, f"{query} LIMIT -1 OFFSET ?", [*values, criteria.skip], criteria, paths)
         counted = f"SELECT COUNT(*) FROM (SELECT 1 FROM sample WHERE {where} LIMIT {COUNTED})"
         (total,) = database.execute(counted, values).fetchone()
-        samples = database.execute(f"{query} LIMIT ? OFFSET ?", [*values, wanted.limit, wanted.skip]).fetchall()
+        samples = database.execute(f"{query} LIMIT ? OFFSET ?", [*values, criteria.limit, criteria.skip]).fetchall()
     rows = [_row(row, _read(paths[row["dump"]], row)) for row in samples]
-    end = wanted.skip + len(rows)
-    return {"rows": rows, "total": total, "next": end if len(rows) == wanted.limit else None}
+    end = criteria.skip + len(rows)
+    return {"rows": rows, "total": total, "next": end if len(rows) == criteria.limit else None}
 
 
 def _search(
-    database: sqlite3.Connection, query: str, values: list[object], wanted: SampleFilter, paths: Mapping[int, str]
+    database: sqlite3.Connection, query: str, values: list[object], criteria: SampleFilter, paths: Mapping[int, str]
 ) -> dict[str, object]:
     """Read the chosen samples one after the other, and keep those whose line has the text, until time is up."""
-    word, rows = wanted.text.casefold(), []
+    word, rows = criteria.text.casefold(), []
     ends = time.monotonic() + SEARCH_S
     for read, row in enumerate(database.execute(query, values), 1):
         record = _read(paths[row["dump"]], row)
         if word in f"{record.get('input', '')}\n{record.get('output', '')}\n{record.get('gts', '')}".casefold():
             rows.append(_row(row, record))
-        if len(rows) == wanted.limit or time.monotonic() > ends:
-            return {"rows": rows, "total": None, "next": wanted.skip + read}
+        if len(rows) == criteria.limit or time.monotonic() > ends:
+            return {"rows": rows, "total": None, "next": criteria.skip + read}
     return {"rows": rows, "total": None, "next": None}
 
 
@@ -279,7 +281,7 @@ def one_sample(index: Index, sample_id: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SamplePlace:
-    """Where a sample is: its file, and which of its samples it is."""
+    """Location of a sample: its file, and its place in it."""
 
     file: Path
     writer: str
@@ -324,8 +326,8 @@ def _row(row: sqlite3.Row, record: Mapping[str, object]) -> dict[str, object]:
     numbers = {
         name: value if math.isfinite(value) else None for name in SAMPLE_NUMBERS if (value := row[name]) is not None
     }
-    whole = ("id", "step", "score", "length", "status", "source", "sibling")
-    return {name: row[name] for name in whole} | numbers | texts
+    unchanged = ("id", "step", "score", "length", "status", "source", "sibling")
+    return {name: row[name] for name in unchanged} | numbers | texts
 
 
 def _cut(value: object, most: int) -> object:

@@ -45,7 +45,7 @@ POINTS_OF_ANSWER = 20_000
 """Points of all curves of one answer, about: of many curves in one picture each needs fewer."""
 
 
-Number = TypeVar("Number", int, float)
+NumberType = TypeVar("NumberType", int, float)
 
 
 class News:
@@ -78,7 +78,7 @@ class News:
 
 
 class Answers:
-    """What the page is told; each method answers one address from its query.
+    """Answers to the page's requests; each method serves one address from its query.
 
     Raises:
         DataError: a run, sample or file is not there any more.
@@ -168,7 +168,7 @@ class Answers:
         return find_samples(self.index, filter_of(request.query_params))
 
     def sample_values(self, request: Request) -> object:
-        """What filters can choose from."""
+        """Return the values that filters can choose from."""
         return sample_values(self.index, self._run(request).files.id, request.query_params.get("kind", "train"))
 
     def sample(self, request: Request) -> object:
@@ -189,12 +189,12 @@ class Answers:
         return ages_of(metrics.series(self.index, names_of_ages(metrics.names)), *_step_range(request))
 
     def ranks(self, request: Request) -> object:
-        """How long ranks were busy and waited, over the newest steps."""
+        """Return the times in which ranks were busy and waited, over the newest steps."""
         run, (first, last) = self._run(request), _step_range(request)
         return summary_of(run.ranks, spans_of(run.events, first, last), run.ranks.steps(first, last))
 
     def lanes(self, request: Request) -> object:
-        """What driver and ranks did in one step."""
+        """Return the activity of driver and ranks in one step."""
         run, step = self._run(request), int(request.query_params.get("step", ""))
         (stages,) = spans_of(run.events, step, step) or [StepSpans(step=step, spans=[], beside=[])]
         spans = stages["spans"]
@@ -258,8 +258,8 @@ def _answering(answer: Callable[[Request], object]) -> Callable[[Request], objec
         except (ValueError, OverflowError) as error:  # a number of the address that is none, or has more than 64 bits
             return JSONResponse({"error": f"the address is not understood: {error}"}, status_code=400)
         except sqlite3.Error as error:  # it was deleted a moment ago, or the disk is full
-            said = f"the index cannot be read ({error}); it is made again. Load the page again."
-            return JSONResponse({"error": said}, status_code=503)
+            message = f"the index cannot be read ({error}); it is made again. Load the page again."
+            return JSONResponse({"error": message}, status_code=503)
 
     return respond
 
@@ -282,7 +282,7 @@ def filter_of(query: Mapping[str, str]) -> SampleFilter:
         ValueError: a number is none.
     """
 
-    def number(name: str, kind: type[Number]) -> Number | None:
+    def number(name: str, kind: type[NumberType]) -> NumberType | None:
         return kind(query[name]) if query.get(name) else None
 
     return SampleFilter(

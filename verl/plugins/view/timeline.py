@@ -11,7 +11,7 @@ from verl.utils.run_log import ENGINES
 
 RawSpan: TypeAlias = tuple[str, float, float]
 """Name, begin and end of a stage, as the file of a run has it."""
-MOST_STEPS = 200  # bounds one answer to the page, whatever steps it asks for
+MAX_STEPS = 200  # bounds one answer to the page, whatever steps it asks for
 
 
 class Span(TypedDict):
@@ -29,7 +29,7 @@ class StepSpans(TypedDict):
     step: int
     spans: list[Span]
     beside: list[Span]
-    """What engines with a pool of their own did in the same time, cut to the step."""
+    """Spans of engines with a pool of their own in the same time, cut to the step."""
 
 
 class RankCall(TypedDict):
@@ -53,14 +53,14 @@ class Mark(TypedDict):
 
 
 def spans_of(events: Iterable[JsonMapping], first: int | None, last: int | None) -> list[StepSpans]:
-    """Return the stages of steps ``first`` to ``last``, of the newest ``MOST_STEPS`` of them."""
+    """Return the stages of steps ``first`` to ``last``, of the newest ``MAX_STEPS`` of them."""
     recorded = {
         event["step"]: event["spans"]
         for event in events
         if event["event"] == "step" and (first is None or event["step"] >= first)
     }
     steps: list[StepSpans] = []
-    for step in sorted(step for step in recorded if last is None or step <= last)[-MOST_STEPS:]:
+    for step in sorted(step for step in recorded if last is None or step <= last)[-MAX_STEPS:]:
         stages, beside = _split(recorded[step])
         begin, end = min((span[1] for span in stages), default=0.0), max((span[2] for span in stages), default=0.0)
         # The step that waits for what was sampled in the background records it: often the next one.

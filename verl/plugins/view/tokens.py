@@ -38,19 +38,19 @@ def _row_of(path: Path, location: SamplePlace) -> tuple[dict[str, object], dict[
     """Read the ids of all rows, then the one block that has the row."""
     occurrence = location.occurrence
     with pa.memory_map(str(path)) as file:
-        whole = pa.ipc.open_file(file)
-        metadata = whole.schema.metadata or {}
+        reader = pa.ipc.open_file(file)
+        metadata = reader.schema.metadata or {}
         if metadata.get(b"run", location.writer.encode()) != location.writer.encode():
             return None  # another run left the file, and this one wrote no tokens
-        names = whole.schema.names
+        names = reader.schema.names
         keys = [names.index(name) for name in ("uid", "sample_index") if name in names]
         ids = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=keys))
-        for block in range(whole.num_record_batches):
+        for block in range(reader.num_record_batches):
             for position, key in enumerate(ids.get_batch(block).to_pylist()):
                 if (str(key.get("uid")), key.get("sample_index", location.sibling)) != (location.uid, location.sibling):
                     continue
                 if occurrence == 0:
                     texts = json.loads(metadata.get(b"tokens", b"{}"))
-                    return whole.get_batch(block).slice(position, 1).to_pylist()[0], texts
+                    return reader.get_batch(block).slice(position, 1).to_pylist()[0], texts
                 occurrence -= 1
     return None

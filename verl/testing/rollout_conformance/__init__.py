@@ -1,4 +1,4 @@
-"""What every rollout engine must do, written against the contract alone.
+"""Conformance checks of rollout engines, written against the contract alone.
 
 Each ``check_*`` function takes an :class:`EngineUnderTest`; ``tests/workers/rollout/test_conformance.py``
 runs all of them for every engine that it lists. The oracle is a Transformers model and one full forward pass

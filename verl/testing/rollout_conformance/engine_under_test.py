@@ -23,7 +23,7 @@ from verl.workers.rollout.base import BaseRollout, RolloutOutput, RolloutRequest
 VOCAB, EOS = 104, 1
 KIB, MIB = 2**10, 2**20
 HEAD_DIM = 32
-"""Of the tiny models: vLLM's kernels for a CPU have no smaller heads."""
+"""Head size of the tiny models: vLLM's kernels for a CPU have no smaller heads."""
 PROMPTS = [[10, 20, 30], [7], [40, 41, 42, 43, 44, 45, 46], [10, 20, 31], [90, 91, 92, 93], [10, 20, 30]]
 
 
@@ -75,7 +75,7 @@ class EngineUnderTest:
     draws_anew: str = ""
 
     def engine_class(self) -> type[BaseRollout]:
-        """What is tested."""
+        """Return the engine class under test."""
         return get_rollout_class(self.name)
 
     def build(self, family: str = "qwen3", *, eos: list[int] | None = None, **settings: object) -> BaseRollout:
@@ -95,25 +95,25 @@ class EngineUnderTest:
         engine.load_weights(weights_of(family), version=0)
         return engine
 
-    def assert_same(self, outputs: list[RolloutOutput], others: list[RolloutOutput]) -> None:
+    def assert_same(self, outputs: list[RolloutOutput], expected: list[RolloutOutput]) -> None:
         """The same responses to the same requests, served in different company."""
-        assert tokens_of(outputs) == tokens_of(others)
-        assert [output.finish_reason for output in outputs] == [other.finish_reason for other in others]
-        self.assert_close([output.log_probs for output in outputs], [other.log_probs for other in others])
+        assert tokens_of(outputs) == tokens_of(expected)
+        assert [output.finish_reason for output in outputs] == [same.finish_reason for same in expected]
+        self.assert_close([output.log_probs for output in outputs], [same.log_probs for same in expected])
 
     def assert_close(self, actual: list[list[float]], expected: list[list[float]]) -> None:
         """The same log-probs, up to the engine's tolerance."""
-        for some, others in zip(actual, expected, strict=True):
-            assert len(some) == len(others)
-            np.testing.assert_allclose(some, others, atol=self.log_prob_tolerance, rtol=1e-5)
+        for values, expected_values in zip(actual, expected, strict=True):
+            assert len(values) == len(expected_values)
+            np.testing.assert_allclose(values, expected_values, atol=self.log_prob_tolerance, rtol=1e-5)
 
     def assert_of_the_model(
         self, requests: list[RolloutRequest], outputs: list[RolloutOutput], seed: int = 0, family: str = "qwen3"
     ) -> None:
         """The log-probs are those of the oracle with the weights of ``seed``."""
         expected = [
-            oracle_processed_log_probs(asked, given.token_ids, family, seed).tolist()
-            for asked, given in zip(requests, outputs, strict=True)
+            oracle_processed_log_probs(request, output.token_ids, family, seed).tolist()
+            for request, output in zip(requests, outputs, strict=True)
         ]
         self.assert_close([output.log_probs for output in outputs], expected)
 
@@ -134,25 +134,25 @@ def oracle_log_probs(prompt: list[int], response: list[int], temperature: float,
 
 
 @torch.no_grad()
-def oracle_processed_log_probs(asked: RolloutRequest, response: list[int], family: str, seed: int = 0) -> Tensor:
+def oracle_processed_log_probs(request: RolloutRequest, response: list[int], family: str, seed: int = 0) -> Tensor:
     """log p of each token under the distribution that it is drawn from: the slow definition, token by token.
 
     A greedy response has those of softmax(logits).
     """
-    if asked.sampling.is_greedy:
-        return oracle_log_probs(asked.prompt_ids, response, 1.0, family, seed)
-    rows = _oracle_distributions(asked, response, family, seed)
+    if request.sampling.is_greedy:
+        return oracle_log_probs(request.prompt_ids, response, 1.0, family, seed)
+    rows = _oracle_distributions(request, response, family, seed)
     return torch.tensor([row[token] for row, token in zip(rows, response, strict=True)]).log().float()
 
 
 @torch.no_grad()
-def oracle_kept_tokens(asked: RolloutRequest, response: list[int]) -> list[list[int]]:
+def oracle_kept_tokens(request: RolloutRequest, response: list[int]) -> list[list[int]]:
     """The tokens that could be drawn in the place of each."""
-    return [row.nonzero()[0].tolist() for row in _oracle_distributions(asked, response, "qwen3", seed=0)]
+    return [row.nonzero()[0].tolist() for row in _oracle_distributions(request, response, "qwen3", seed=0)]
 
 
-def _oracle_distributions(asked: RolloutRequest, response: list[int], family: str, seed: int) -> list[np.ndarray]:
-    prompt, sampling = asked.prompt_ids, asked.sampling
+def _oracle_distributions(request: RolloutRequest, response: list[int], family: str, seed: int) -> list[np.ndarray]:
+    prompt, sampling = request.prompt_ids, request.sampling
     logits = oracle(family, seed)(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].double()
     return [
         slow_distribution(row, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) for row in logits
@@ -175,13 +175,13 @@ def slow_distribution(
     probs = (logits / temperature).softmax(-1).tolist()
     ranked = [v for v in sorted(range(len(probs)), key=lambda v: (-probs[v], v)) if probs[v] >= min_p * max(probs)]
     ranked = ranked[:top_k] if top_k > 0 else ranked
-    mass, kept = sum(probs[v] for v in ranked), []
+    mass, nucleus = sum(probs[v] for v in ranked), []
     for v in ranked:
-        kept.append(v)
-        if sum(probs[w] for w in kept) >= top_p * mass:
+        nucleus.append(v)
+        if sum(probs[w] for w in nucleus) >= top_p * mass:
             break
-    total = sum(probs[v] for v in kept)
-    return np.array([probs[v] / total if v in kept else 0.0 for v in range(len(probs))])
+    total = sum(probs[v] for v in nucleus)
+    return np.array([probs[v] / total if v in nucleus else 0.0 for v in range(len(probs))])
 
 
 def request(prompt: list[int], seed: int = 0, **sampling: object) -> RolloutRequest:

@@ -1,4 +1,4 @@
-"""What is refused, and the columns of ``generate_sequences``."""
+"""Refusals, and the columns of ``generate_sequences``."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def check_without_weights_nothing_is_generated(engine: EngineUnderTest) -> None:
 
 
 def check_the_columns_by_hand(engine: EngineUnderTest) -> None:
-    chosen = [oracle_greedy(prompt, 4) for prompt in ([10, 20, 30], [7])]
-    end = chosen[1][1]
+    greedy_responses = [oracle_greedy(prompt, 4) for prompt in ([10, 20, 30], [7])]
+    end = greedy_responses[1][1]
     running = engine.build(response_length=4, eos=[end])
     batch = prompt_batch([[10, 20, 30], [7]], width=5, do_sample=False)
     with running.awake(weights_of, version=9):
         columns = running.generate_sequences(batch)
     # The second response ends with its second token, unless that token comes earlier, in either response.
-    lengths = [next((i + 1 for i, token in enumerate(c) if token == end), 4) for c in chosen]
-    rows = [c[:n] + [0] * (4 - n) for c, n in zip(chosen, lengths, strict=True)]
+    lengths = [next((i + 1 for i, token in enumerate(c) if token == end), 4) for c in greedy_responses]
+    rows = [c[:n] + [0] * (4 - n) for c, n in zip(greedy_responses, lengths, strict=True)]
     mask = [[1] * n + [0] * (4 - n) for n in lengths]
     expected = {
         "prompts": [[99, 99, 10, 20, 30], [99, 99, 99, 99, 7]],
@@ -75,26 +75,28 @@ def check_the_columns_by_hand(engine: EngineUnderTest) -> None:
     log_probs = columns.batch["rollout_log_probs"]
     assert log_probs.dtype == torch.float32
     assert log_probs.shape == (2, 4)
-    for row, (prompt, response) in enumerate(zip(([10, 20, 30], [7]), chosen, strict=True)):
+    for row, (prompt, response) in enumerate(zip(([10, 20, 30], [7]), greedy_responses, strict=True)):
         n = lengths[row]
         torch.testing.assert_close(
             log_probs[row, :n], oracle_log_probs(prompt, response[:n], 1.0, "qwen3"), atol=1e-5, rtol=1e-5
         )
         assert log_probs[row, n:].tolist() == [0.0] * (4 - n)
     assert set(columns.non_tensor_batch) == {"finish_reason", "weight_version"}
-    assert columns.non_tensor_batch["finish_reason"].tolist() == ["stop" if end in c else "length" for c in chosen]
+    assert columns.non_tensor_batch["finish_reason"].tolist() == [
+        "stop" if end in c else "length" for c in greedy_responses
+    ]
     assert columns.non_tensor_batch["weight_version"].tolist() == [9, 9]
 
 
 def check_columns_do_not_depend_on_order_or_split(engine: EngineUnderTest) -> None:
     batch = prompt_batch(PROMPTS[:5] * 2, indices=[0] * 5 + [1] * 5)
     running = engine.ready()
-    whole = running.generate_sequences(batch).batch["responses"]
-    assert not torch.equal(whole[:5], whole[5:])  # siblings differ
+    together = running.generate_sequences(batch).batch["responses"]
+    assert not torch.equal(together[:5], together[5:])  # siblings differ
     parts = [running.generate_sequences(part).batch["responses"] for part in batch.chunk(2)]
-    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(torch.cat(parts), together)
     order = [9, 3, 0, 7, 1, 2, 8, 4, 6, 5]
-    assert torch.equal(running.generate_sequences(batch[order]).batch["responses"], whole[order])
+    assert torch.equal(running.generate_sequences(batch[order]).batch["responses"], together[order])
 
 
 def check_step_and_seed_change_the_samples(engine: EngineUnderTest) -> None:
@@ -108,22 +110,22 @@ def check_step_and_seed_change_the_samples(engine: EngineUnderTest) -> None:
 
 
 def check_validation_has_parameters_of_its_own(engine: EngineUnderTest) -> None:
-    chosen = oracle_greedy(PROMPTS[0], 12)
+    greedy_response = oracle_greedy(PROMPTS[0], 12)
     running = engine.ready(ignore_eos=True)
 
     def responses(engine_: BaseRollout, **meta: object) -> list[list[int]]:
         return engine_.generate_sequences(prompt_batch([PROMPTS[0]] * 3, **meta)).batch["responses"].tolist()
 
-    assert responses(running, validate=True) == [chosen] * 3  # greedy by default
-    assert responses(running) != [chosen] * 3
-    assert responses(running, do_sample=False) == [chosen] * 3
+    assert responses(running, validate=True) == [greedy_response] * 3  # greedy by default
+    assert responses(running) != [greedy_response] * 3
+    assert responses(running, do_sample=False) == [greedy_response] * 3
     sampled = engine.ready(ignore_eos=True, val_kwargs=SamplingConfig(do_sample=True, temperature=1.0))
     assert responses(sampled, validate=True) == responses(running)  # the same seeds, the same parameters
     top_1 = engine.ready(ignore_eos=True, val_kwargs=SamplingConfig(do_sample=True, temperature=1.0, top_k=1))
-    assert responses(top_1, validate=True) == [chosen] * 3
-    short = engine.ready(ignore_eos=True, val_kwargs=SamplingConfig(max_tokens=5, stop_token_ids=(chosen[2],)))
-    cut = min(chosen.index(chosen[2]) + 1, 5)
-    assert responses(short, validate=True) == [chosen[:cut] + [0] * (12 - cut)] * 3
+    assert responses(top_1, validate=True) == [greedy_response] * 3
+    short = engine.ready(ignore_eos=True, val_kwargs=SamplingConfig(max_tokens=5, stop_token_ids=(greedy_response[2],)))
+    cut = min(greedy_response.index(greedy_response[2]) + 1, 5)
+    assert responses(short, validate=True) == [greedy_response[:cut] + [0] * (12 - cut)] * 3
 
 
 def check_prompts_that_do_not_fit_are_refused_by_uid(engine: EngineUnderTest) -> None:

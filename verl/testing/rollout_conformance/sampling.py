@@ -46,9 +46,9 @@ def check_log_probs_are_of_the_distribution_that_is_drawn_from(engine: EngineUnd
     for family in engine.families:
         requests = [request(p, seed=7 * i, **way) for i, p in enumerate(PROMPTS) for way in WAYS]
         outputs = engine.ready(family).generate(requests)
-        for asked, output in zip(requests, outputs, strict=True):
+        for sent, output in zip(requests, outputs, strict=True):
             assert len(output.log_probs) == len(output.token_ids) >= 1
-            expected = oracle_processed_log_probs(asked, output.token_ids, family)
+            expected = oracle_processed_log_probs(sent, output.token_ids, family)
             torch.testing.assert_close(
                 torch.tensor(output.log_probs), expected, atol=engine.log_prob_tolerance, rtol=1e-5
             )
@@ -59,8 +59,8 @@ def check_raw_log_probs_equal_a_full_forward_pass(engine: EngineUnderTest) -> No
     requests = [request(p, seed=7 * i, **way) for i, p in enumerate(PROMPTS) for way in WAYS]
     outputs = engine.ready(logprobs_mode="raw_logprobs").generate(requests)
     assert tokens_of(outputs) == tokens_of(engine.ready().generate(requests))
-    for asked, output in zip(requests, outputs, strict=True):
-        expected = oracle_log_probs(asked.prompt_ids, output.token_ids, 1.0, "qwen3")
+    for sent, output in zip(requests, outputs, strict=True):
+        expected = oracle_log_probs(sent.prompt_ids, output.token_ids, 1.0, "qwen3")
         torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=engine.log_prob_tolerance, rtol=1e-5)
 
 
@@ -69,16 +69,16 @@ def check_untruncated_log_probs_are_what_the_trainer_computes(engine: EngineUnde
     for family in engine.families:
         requests = [request(p, seed=7 * i, **way) for i, p in enumerate(PROMPTS) for way in ways]
         outputs = engine.ready(family).generate(requests)
-        for asked, output in zip(requests, outputs, strict=True):
+        for sent, output in zip(requests, outputs, strict=True):
             assert len(output.log_probs) == len(output.token_ids) >= 1
-            expected = oracle_log_probs(asked.prompt_ids, output.token_ids, asked.sampling.temperature, family)
+            expected = oracle_log_probs(sent.prompt_ids, output.token_ids, sent.sampling.temperature, family)
             torch.testing.assert_close(
                 torch.tensor(output.log_probs), expected, atol=engine.log_prob_tolerance, rtol=1e-5
             )
 
 
 def check_kept_tokens_are_those_of_the_distribution_that_is_drawn_from(engine: EngineUnderTest) -> None:
-    """Of requests that ask; the tokens and log-probs are those without."""
+    """Kept tokens come with requests that ask for them; tokens and log-probs are those of requests that do not."""
     cuts: list[dict[str, object]] = [
         {"top_k": 4},
         {"top_k": 4, "temperature": 1.5, "top_p": 0.7},
@@ -86,17 +86,17 @@ def check_kept_tokens_are_those_of_the_distribution_that_is_drawn_from(engine: E
         {"top_k": 4, "temperature": 0.4, "min_p": 0.2, "top_p": 0.8},
     ]
     requests = [request(p, seed=7 * i, **cut) for i, p in enumerate(PROMPTS) for cut in cuts]
-    asked = [dataclasses.replace(one, returns_kept_ids=True) for one in requests]
+    with_kept_ids = [dataclasses.replace(sent, returns_kept_ids=True) for sent in requests]
     width = 4 + (VLLM_TIES if engine.name == "vllm" else 0)
     running, sizes = engine.ready(keep_sampling_mask=True, top_k=4), set[int]()
-    outputs = running.generate([*asked, requests[0]])
+    outputs = running.generate([*with_kept_ids, requests[0]])
     assert outputs.pop().kept_ids is None
     engine.assert_of_the_model(requests, outputs)
-    for one, output in zip(asked, outputs, strict=True):
+    for sent, output in zip(with_kept_ids, outputs, strict=True):
         assert output.kept_ids is not None
         assert (output.kept_ids.shape, output.kept_ids.dtype) == ((len(output.token_ids), width), torch.int32)
-        expected = oracle_kept_tokens(one, output.token_ids)
-        assert output.kept_ids.tolist() == [[*kept, *[-1] * (width - len(kept))] for kept in expected]
+        expected = oracle_kept_tokens(sent, output.token_ids)
+        assert output.kept_ids.tolist() == [[*token_ids, *[-1] * (width - len(token_ids))] for token_ids in expected]
         sizes |= set(map(len, expected))
     assert sizes == {1, 2, 3, 4}
 
@@ -159,27 +159,27 @@ def mixed_requests() -> list[RolloutRequest]:
 def check_a_response_depends_on_its_own_request_alone(engine: EngineUnderTest) -> None:
     """In another order, in another batch, beside others, alone: the same response."""
     requests, running = mixed_requests(), engine.ready()
-    whole = running.generate(requests)
-    engine.assert_of_the_model(requests, whole)
-    engine.assert_same(engine.ready(max_num_seqs=1).generate(requests), whole)
-    engine.assert_same(engine.ready(max_num_seqs=5, max_num_batched_tokens=16).generate(requests), whole)
+    together = running.generate(requests)
+    engine.assert_of_the_model(requests, together)
+    engine.assert_same(engine.ready(max_num_seqs=1).generate(requests), together)
+    engine.assert_same(engine.ready(max_num_seqs=5, max_num_batched_tokens=16).generate(requests), together)
     order = [5, 0, 11, 3, 8, 1, 10, 2, 7]
-    engine.assert_same(running.generate([requests[i] for i in order]), [whole[i] for i in order])
+    engine.assert_same(running.generate([requests[i] for i in order]), [together[i] for i in order])
     beside = [request([i + 4] * (i % 8 + 1), seed=100 + i) for i in range(20)]
-    engine.assert_same(running.generate(beside[:9] + requests + beside[9:])[9:-11], whole)
-    engine.assert_same([running.generate([asked])[0] for asked in requests[:4]], whole[:4])
+    engine.assert_same(running.generate(beside[:9] + requests + beside[9:])[9:-11], together)
+    engine.assert_same([running.generate([sent])[0] for sent in requests[:4]], together[:4])
 
 
 def check_the_same_seeds_twice(engine: EngineUnderTest) -> None:
     """Every engine repeats itself on the same batch, and so does a new engine; alone and all together."""
     requests, running = mixed_requests(), engine.ready()
-    first = [running.generate([asked])[0] for asked in requests]
-    again = [running.generate([asked])[0] for asked in requests]
+    first = [running.generate([sent])[0] for sent in requests]
+    again = [running.generate([sent])[0] for sent in requests]
     anew = engine.ready()
-    new = [anew.generate([asked])[0] for asked in requests]
-    for others in (again, new):
-        assert tokens_of(others) == tokens_of(first)
-        engine.assert_close([o.log_probs for o in others], [o.log_probs for o in first])
+    new = [anew.generate([sent])[0] for sent in requests]
+    for repeated in (again, new):
+        assert tokens_of(repeated) == tokens_of(first)
+        engine.assert_close([o.log_probs for o in repeated], [o.log_probs for o in first])
     engine.assert_same(running.generate(requests), anew.generate(requests))
 
 
@@ -230,50 +230,50 @@ def check_one_token_is_a_response(engine: EngineUnderTest) -> None:
 
 
 def check_an_end_token_ends_the_response_and_is_kept(engine: EngineUnderTest) -> None:
-    chosen = oracle_greedy(PROMPTS[0], 12)
-    cut = chosen.index(chosen[4]) + 1
-    running = engine.build(eos=[EOS, chosen[4]])  # a model with two end tokens, of which the second comes up
+    greedy_ids = oracle_greedy(PROMPTS[0], 12)
+    cut = greedy_ids.index(greedy_ids[4]) + 1
+    running = engine.build(eos=[EOS, greedy_ids[4]])  # a model with two end tokens, of which the second comes up
     running.wake()
     running.load_weights(weights_of(), version=0)
     stopped, ignored = running.generate([greedy(PROMPTS[0], ignore_eos=False), greedy(PROMPTS[0])])
-    assert (stopped.token_ids, stopped.finish_reason) == (chosen[:cut], "stop")
+    assert (stopped.token_ids, stopped.finish_reason) == (greedy_ids[:cut], "stop")
     assert len(stopped.log_probs) == cut
-    assert (ignored.token_ids, ignored.finish_reason) == (chosen, "length")
+    assert (ignored.token_ids, ignored.finish_reason) == (greedy_ids, "length")
 
 
 def check_stop_token_ids_stop_also_when_eos_is_ignored(engine: EngineUnderTest) -> None:
-    chosen = oracle_greedy(PROMPTS[2], 12)
-    cut = chosen.index(chosen[3]) + 1
+    greedy_ids = oracle_greedy(PROMPTS[2], 12)
+    cut = greedy_ids.index(greedy_ids[3]) + 1
     first, second, third = engine.ready().generate(
         [
-            greedy(PROMPTS[2], stop_token_ids=(chosen[3],)),
+            greedy(PROMPTS[2], stop_token_ids=(greedy_ids[3],)),
             greedy(PROMPTS[2]),
-            greedy(PROMPTS[2], stop_token_ids=(chosen[3], 3, 2, 0)),
+            greedy(PROMPTS[2], stop_token_ids=(greedy_ids[3], 3, 2, 0)),
         ]
     )
-    assert (first.token_ids, first.finish_reason) == (chosen[:cut], "stop")
-    assert (second.token_ids, second.finish_reason) == (chosen, "length")
+    assert (first.token_ids, first.finish_reason) == (greedy_ids[:cut], "stop")
+    assert (second.token_ids, second.finish_reason) == (greedy_ids, "length")
     assert third == first
 
 
 def check_a_stop_text_ends_at_the_token_that_completes_it(engine: EngineUnderTest) -> None:
     running = engine.ready()
-    chosen = next(c for p in PROMPTS if len(set(c := oracle_greedy(p, 12))) > 6 and not set(c[:8]) & {0, 1, 2, 3})
-    prompt = next(p for p in PROMPTS if oracle_greedy(p, 12) == chosen)
-    text = [running.tokenizer.decode([token]) for token in chosen]
+    greedy_ids = next(c for p in PROMPTS if len(set(c := oracle_greedy(p, 12))) > 6 and not set(c[:8]) & {0, 1, 2, 3})
+    prompt = next(p for p in PROMPTS if oracle_greedy(p, 12) == greedy_ids)
+    text = [running.tokenizer.decode([token]) for token in greedy_ids]
     stop = text[4] + text[5]
     cut = next(i for i in range(1, 12) if text[i - 1] + text[i] == stop) + 1
     ended, other = running.generate([greedy(prompt, stop=("no such text", stop)), greedy(prompt, stop=("no such",))])
-    assert (ended.token_ids, ended.finish_reason) == (chosen[:cut], "stop")
-    assert (other.token_ids, other.finish_reason) == (chosen, "length")
+    assert (ended.token_ids, ended.finish_reason) == (greedy_ids[:cut], "stop")
+    assert (other.token_ids, other.finish_reason) == (greedy_ids, "length")
 
 
 def check_each_request_has_its_own_length(engine: EngineUnderTest) -> None:
     """Rows end one by one; those that go on must go on from their own past."""
     lengths = [2, 12, 1, 9, 3, 6]
     requests = [greedy(p, max_tokens=n) for p, n in zip(PROMPTS, lengths, strict=True)]
-    for asked, output, length in zip(requests, engine.ready().generate(requests), lengths, strict=True):
-        assert output.token_ids == oracle_greedy(asked.prompt_ids, length)
+    for sent, output, length in zip(requests, engine.ready().generate(requests), lengths, strict=True):
+        assert output.token_ids == oracle_greedy(sent.prompt_ids, length)
         assert output.finish_reason == "length"
-        expected = oracle_log_probs(asked.prompt_ids, output.token_ids, 1.0, "qwen3")
+        expected = oracle_log_probs(sent.prompt_ids, output.token_ids, 1.0, "qwen3")
         torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=engine.log_prob_tolerance, rtol=1e-5)

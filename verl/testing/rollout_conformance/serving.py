@@ -74,8 +74,8 @@ class Serving:
 
     def put(self, requests: list[RolloutRequest], first: int = 0) -> list[int]:
         """Put all requests, numbered from ``first`` on."""
-        for request_id, asked in enumerate(requests, first):
-            self.queue.put(request_id, asked)
+        for request_id, sent in enumerate(requests, first):
+            self.queue.put(request_id, sent)
         return list(range(first, first + len(requests)))
 
     def answered(self, numbers: list[int]) -> list[RolloutOutput]:
@@ -100,12 +100,12 @@ def check_arrival_changes_no_response(engine: EngineUnderTest) -> None:
         order = [5, 0, 11, 3, 8, 1, 10, 2, 7]
         numbers = serving.put([requests[i] for i in order], first=100)
         engine.assert_same(serving.answered(numbers), [expected[i] for i in order])
-        asked = [asked for pair in zip(beside, requests, strict=False) for asked in pair]
-        for request_id, one in enumerate(asked, 200):
-            serving.queue.put(request_id, one)
+        interleaved = [interleaved for pair in zip(beside, requests, strict=False) for interleaved in pair]
+        for request_id, sent in enumerate(interleaved, 200):
+            serving.queue.put(request_id, sent)
             time.sleep(0.003)
-        engine.assert_same(serving.answered(list(range(201, 200 + len(asked), 2))), expected)
-        alone = [serving.answered(serving.put([one], first=300 + i))[0] for i, one in enumerate(requests[:4])]
+        engine.assert_same(serving.answered(list(range(201, 200 + len(interleaved), 2))), expected)
+        alone = [serving.answered(serving.put([sent], first=300 + i))[0] for i, sent in enumerate(requests[:4])]
         engine.assert_same(alone, expected[:4])
     engine.assert_same(running.generate(requests), expected)
     with pytest.raises(RolloutError, match="takes no more requests"):
@@ -147,7 +147,7 @@ def check_a_cancelled_request_is_dropped_and_others_go_on(engine: EngineUnderTes
 def check_abort_answers_what_runs_and_serves_what_comes(engine: EngineUnderTest) -> None:
     running = engine.ready(response_length=600)
     long = [request(PROMPTS[i], seed=i, ignore_eos=True, max_tokens=600) for i in range(3)]
-    whole, expected = running.generate(long), oracle_greedy(PROMPTS[1], 6)
+    complete, expected = running.generate(long), oracle_greedy(PROMPTS[1], 6)
     delay = 0.05
     for _ in range(20):
         with Serving(running) as serving:
@@ -162,34 +162,34 @@ def check_abort_answers_what_runs_and_serves_what_comes(engine: EngineUnderTest)
         delay *= 1.5 if all(output.finish_reason == "abort" for output in cut) else 0.6
     else:
         pytest.fail("no abort came while a response had tokens")
-    for part, all_ in zip(cut, whole, strict=True):
+    for part, all_ in zip(cut, complete, strict=True):
         count = len(part.token_ids)
         assert part.finish_reason == ("length" if count == 600 else "abort")
         assert part.token_ids == all_.token_ids[:count]
         engine.assert_close([part.log_probs], [all_.log_probs[:count]])
-    begun = [pair for pair in zip(long, cut, whole, strict=True) if pair[1].finish_reason == "abort"]
-    rest = running.generate([asked.after(part.token_ids) for asked, part, _ in begun])
-    joined = [part.followed_by(drawn) for (_, part, _), drawn in zip(begun, rest, strict=True)]
+    interrupted = [pair for pair in zip(long, cut, complete, strict=True) if pair[1].finish_reason == "abort"]
+    rest = running.generate([sent.after(part.token_ids) for sent, part, _ in interrupted])
+    joined = [part.followed_by(remainder) for (_, part, _), remainder in zip(interrupted, rest, strict=True)]
     if not engine.draws_anew:
-        engine.assert_same(joined, [all_ for *_, all_ in begun])
-    assert {(len(one.token_ids), one.versions) for one in joined} == {(600, ((0, 600),))}
+        engine.assert_same(joined, [all_ for *_, all_ in interrupted])
+    assert {(len(output.token_ids), output.versions) for output in joined} == {(600, ((0, 600),))}
 
 
 def check_a_response_that_streams_is_told_while_it_is_drawn(engine: EngineUnderTest) -> None:
     """Its parts are its beginning, in order, without a gap; nothing is told of a response that does not stream."""
     running = engine.ready(response_length=600)
-    asked = [request(PROMPTS[i], seed=i, ignore_eos=True, max_tokens=600) for i in range(3)]
-    expected = running.generate(asked)
+    requests = [request(PROMPTS[i], seed=i, ignore_eos=True, max_tokens=600) for i in range(3)]
+    expected = running.generate(requests)
     with Serving(running) as serving:
-        numbers = serving.put([replace(asked[0], streams=True), asked[1], replace(asked[2], streams=True)])
+        numbers = serving.put([replace(requests[0], streams=True), requests[1], replace(requests[2], streams=True)])
         engine.assert_same(serving.answered(numbers), expected)
     for request_id, parts in serving.parts.items():
-        drawn: list[int] = []
+        token_ids: list[int] = []
         for part in parts:
-            assert (part.start, bool(part.token_ids)) == (len(drawn), True)
-            drawn += part.token_ids
+            assert (part.start, bool(part.token_ids)) == (len(token_ids), True)
+            token_ids += part.token_ids
         assert len(parts[0].token_ids) < 600
-        assert drawn == expected[request_id].token_ids[: len(drawn)]
+        assert token_ids == expected[request_id].token_ids[: len(token_ids)]
     assert set(serving.parts) == ({0, 2} if engine.streams else set())
     interrupted = {output.num_preempted for output in [*expected, *serving.answered(numbers)]}
     assert interrupted == ({0} if engine.counts_preemptions else {None})
@@ -202,11 +202,11 @@ def check_a_conversation_goes_on_with_the_newest_weights(engine: EngineUnderTest
     for version, seed in ((0, 0), (0, 0), (2, 1), (2, 1), (4, 0)):
         if version != running.weight_version:
             running.load_weights(weights_of(seed=seed), version)
-        asked = [request(text, seed=10 * version + i, max_tokens=12) for i, text in enumerate(texts)]
+        requests = [request(text, seed=10 * version + i, max_tokens=12) for i, text in enumerate(texts)]
         with Serving(running) as serving:
-            outputs = serving.answered(serving.put(asked))
+            outputs = serving.answered(serving.put(requests))
         assert {output.weight_version for output in outputs} == {running.weight_version}
-        engine.assert_of_the_model(asked, outputs, seed)
+        engine.assert_of_the_model(requests, outputs, seed)
         texts = [text + output.token_ids + [50 + version, 60] for text, output in zip(texts, outputs, strict=True)]
 
 
@@ -216,28 +216,28 @@ def check_a_conversation_goes_on_with_the_newest_weights(engine: EngineUnderTest
 def check_an_interrupted_response_goes_on_as_if_it_had_not_been(engine: EngineUnderTest) -> None:
     """After any number of tokens: the same tokens, the same end, and log-probs of the same distribution."""
     running = engine.ready(prompt_length=20)
-    chosen = next(c for p in PROMPTS if len(set(c := oracle_greedy(p, 12))) > 6 and not set(c[:8]) & {0, 1, 2, 3})
-    prompt = next(p for p in PROMPTS if oracle_greedy(p, 12) == chosen)
-    stop = "".join(map(running.tokenizer.decode, ([chosen[4]], [chosen[5]])))
-    asked = [*mixed_requests(), greedy(prompt, stop=(stop,)), greedy(prompt, stop_token_ids=(chosen[5],))]
-    whole = running.generate(asked)
-    assert [output.finish_reason for output in whole[-2:]] == ["stop", "stop"]
+    greedy_ids = next(c for p in PROMPTS if len(set(c := oracle_greedy(p, 12))) > 6 and not set(c[:8]) & {0, 1, 2, 3})
+    prompt = next(p for p in PROMPTS if oracle_greedy(p, 12) == greedy_ids)
+    stop = "".join(map(running.tokenizer.decode, ([greedy_ids[4]], [greedy_ids[5]])))
+    requests = [*mixed_requests(), greedy(prompt, stop=(stop,)), greedy(prompt, stop_token_ids=(greedy_ids[5],))]
+    complete = running.generate(requests)
+    assert [output.finish_reason for output in complete[-2:]] == ["stop", "stop"]
     for count in (1, 2, 5, 11):
         pairs = [
-            (one.after(output.token_ids[:count]), output)
-            for one, output in zip(asked, whole, strict=True)
-            if len(output.token_ids) > count and (one.sampling.is_greedy or not engine.draws_anew)
+            (sent.after(output.token_ids[:count]), output)
+            for sent, output in zip(requests, complete, strict=True)
+            if len(output.token_ids) > count and (sent.sampling.is_greedy or not engine.draws_anew)
         ]
-        rest = running.generate([one for one, _ in pairs])
-        for (_, output), drawn in zip(pairs, rest, strict=True):
-            assert (drawn.token_ids, drawn.finish_reason) == (output.token_ids[count:], output.finish_reason)
-            engine.assert_close([drawn.log_probs], [output.log_probs[count:]])
+        rest = running.generate([sent for sent, _ in pairs])
+        for (_, output), remainder in zip(pairs, rest, strict=True):
+            assert (remainder.token_ids, remainder.finish_reason) == (output.token_ids[count:], output.finish_reason)
+            engine.assert_close([remainder.log_probs], [output.log_probs[count:]])
     if engine.draws_anew:  # other random numbers than for the beginning, and twice the same
         cut = [request(PROMPTS[i], seed=i, ignore_eos=True).after([30, 31]) for i in range(6)]
         first, again = running.generate(cut), running.generate(cut)
         assert tokens_of(first) == tokens_of(again)
-        repeated = running.generate([replace(one, drawn_count=0) for one in cut])
-        assert all(one != other for one, other in zip(tokens_of(first), tokens_of(repeated), strict=True))
+        repeated = running.generate([replace(sent, drawn_count=0) for sent in cut])
+        assert all(sent != other for sent, other in zip(tokens_of(first), tokens_of(repeated), strict=True))
 
 
 def check_abort_gives_back_what_there_is(engine: EngineUnderTest) -> None:
@@ -246,9 +246,9 @@ def check_abort_gives_back_what_there_is(engine: EngineUnderTest) -> None:
     requests = [
         request(PROMPTS[i % 6], seed=i, ignore_eos=True, max_tokens=1 if i % 3 == 0 else 600) for i in range(24)
     ]
-    whole = running.generate(requests)
-    assert [len(output.token_ids) for output in whole] == [asked.sampling.max_tokens for asked in requests]
-    delay, cut = 0.05, list(whole)
+    complete = running.generate(requests)
+    assert [len(output.token_ids) for output in complete] == [sent.sampling.max_tokens for sent in requests]
+    delay, cut = 0.05, list(complete)
     for _ in range(40):
         cut = _generate_and_abort_after(running, requests, delay)
         some_tokens = any(output.finish_reason == "abort" and output.token_ids for output in cut)
@@ -258,15 +258,15 @@ def check_abort_gives_back_what_there_is(engine: EngineUnderTest) -> None:
         delay *= 1.5 if any(output.finish_reason == "abort" for output in cut) else 0.6
     else:
         pytest.fail("no abort came while some responses had ended and others had tokens")
-    for asked, part, all_ in zip(requests, cut, whole, strict=True):
+    for sent, part, all_ in zip(requests, cut, complete, strict=True):
         count = len(part.token_ids)
         assert len(part.log_probs) == count
         assert part.weight_version == 0
-        assert part.finish_reason == ("length" if count == asked.sampling.max_tokens else "abort")
+        assert part.finish_reason == ("length" if count == sent.sampling.max_tokens else "abort")
         assert part.token_ids == all_.token_ids[:count]
         engine.assert_close([part.log_probs], [all_.log_probs[:count]])
-    assert sum(len(output.token_ids) for output in cut) < sum(len(output.token_ids) for output in whole)
-    engine.assert_same(running.generate(requests[:4]), whole[:4])
+    assert sum(len(output.token_ids) for output in cut) < sum(len(output.token_ids) for output in complete)
+    engine.assert_same(running.generate(requests[:4]), complete[:4])
 
 
 def _generate_and_abort_after(

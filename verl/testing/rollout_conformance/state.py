@@ -30,13 +30,13 @@ from verl.testing.rollout_conformance.engine_under_test import (
 def check_sleep_gives_the_memory_back(engine: EngineUnderTest) -> None:
     """Also the caller's own tensors, should the engine have kept them; and ten times over nothing piles up."""
     running = engine.build(free_cache_engine=True)
-    asked, size = [greedy(p) for p in PROMPTS], sum(tensor.nbytes for _, tensor in weights_of())
+    requests, size = [greedy(p) for p in PROMPTS], sum(tensor.nbytes for _, tensor in weights_of())
     held = [engine.held_bytes(running)]
     for version in range(11):
         weights_before = [(name, tensor.clone()) for name, tensor in weights_of()]
         references = [weakref.ref(tensor) for _, tensor in weights_before]
         with running.awake(lambda weights_before=weights_before: iter(weights_before), version):
-            assert tokens_of(running.generate(asked)) == [oracle_greedy(p, 12) for p in PROMPTS]
+            assert tokens_of(running.generate(requests)) == [oracle_greedy(p, 12) for p in PROMPTS]
             del weights_before
             if version == 0:
                 assert engine.held_bytes(running) >= held[0] + size or engine.keeps_memory
@@ -55,8 +55,8 @@ def check_ten_thousand_requests_leave_nothing_behind(engine: EngineUnderTest) ->
     def serve(count: int, seed: int) -> None:
         for start in range(seed, seed + count, 500):
             prompts = [[4 + i % 100, 4 + i // 100 % 100, 4 + i % 7] for i in range(start, start + 500)]
-            asked = [request(p, seed=start + i, max_tokens=2, ignore_eos=True) for i, p in enumerate(prompts)]
-            outputs = running.generate(asked)
+            requests = [request(p, seed=start + i, max_tokens=2, ignore_eos=True) for i, p in enumerate(prompts)]
+            outputs = running.generate(requests)
             assert all(len(output.token_ids) == 2 for output in outputs)
 
     serve(2000, seed=0)  # buffers of the allocator, thread pools, compiled kernels: they come once

@@ -24,13 +24,13 @@ from verl.errors import ConfigError, VerlError
 from verl.tools.threads import LoopThread
 
 START_S = 60.0
-"""How long a server may take to start and to answer for the first time."""
+"""Seconds in which a server has to start and to answer for the first time."""
 CLOSE_S = 10.0
-"""How long the end of a connection may take."""
+"""Seconds in which a connection has to end."""
 ATTEMPTS = 3
-"""How often a call that may be repeated is made, if the server is lost each time."""
+"""Attempts at a repeatable call, if the server is lost each time."""
 SIGN_OF_LIFE_S = 5.0
-"""How long a server may take to list its tools, after a call of it has timed out."""
+"""Seconds in which a server has to list its tools after one of its calls has timed out."""
 logger = logging.getLogger(__name__)
 KEYS = ("command", "args", "env", "cwd", "url", "headers", "auth_token", "type", "transport")
 
@@ -112,7 +112,7 @@ class McpConnection:
             tools += page.tools
             cursor = page.next_cursor
             if cursor is None:
-                hints = {one.name: one.annotations for one in tools if one.annotations is not None}
+                hints = {tool.name: tool.annotations for tool in tools if tool.annotations is not None}
                 self._repeatable = {name for name, hint in hints.items() if hint.read_only_hint or hint.idempotent_hint}
                 return tools
 
@@ -171,8 +171,10 @@ class McpConnection:
     async def _transport(self, stack: AsyncExitStack, leave: asyncio.Event) -> Any:
         settings = self._settings
         if "command" in settings:
-            known = {key: settings[key] for key in ("command", "args", "env", "cwd") if settings.get(key) is not None}
-            return _noticing_the_end(stdio_client(StdioServerParameters.model_validate(known)), leave)
+            parameters = {
+                key: settings[key] for key in ("command", "args", "env", "cwd") if settings.get(key) is not None
+            }
+            return _noticing_the_end(stdio_client(StdioServerParameters.model_validate(parameters)), leave)
         headers = dict(settings.get("headers") or {})
         if token := settings.get("auth_token"):
             headers["Authorization"] = f"Bearer {token}"

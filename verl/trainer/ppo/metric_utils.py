@@ -82,7 +82,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> Metrics:
     trained = mask.any(-1)  # (bsz,)
     metrics: Metrics = {}
     scores = trajectory_scores(batch, columns["token_level_scores"])
-    metrics |= distribution(scores[trained[Trajectories.of(batch).scored_rows]], "critic/score")
+    metrics |= distribution(scores[trained[Trajectories.from_batch(batch).scored_rows]], "critic/score")
     metrics |= distribution(columns["token_level_rewards"].sum(-1, dtype=torch.float64)[trained], "critic/rewards")
     for name in ("advantages", "returns", *(("values",) if use_critic else ())):
         metrics |= distribution(columns[name][mask], f"critic/{name}")
@@ -123,7 +123,7 @@ def _turn_metrics(batch: DataProto) -> Metrics:
     for column, name in (("__num_turns__", "num_turns"), ("tool_call_counts", "tool_call_counts")):
         if column not in batch.non_tensor_batch:
             continue
-        values = batch.non_tensor_batch[column][Trajectories.of(batch).scored_rows]
+        values = batch.non_tensor_batch[column][Trajectories.from_batch(batch).scored_rows]
         counts = [float(value) for value in values if value is not None]
         if counts:  # agent loops without tools count no calls
             metrics |= distribution(counts, name)

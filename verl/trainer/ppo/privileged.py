@@ -103,7 +103,7 @@ class PrivilegedPrompts:
         processor: ProcessorMixin | None = None,
     ) -> None:
         self._config, self._data, self._tokenizer = config, data, tokenizer
-        self._images = ImagePrompts.of(processor)
+        self._images = ImagePrompts.from_processor(processor)
         text = TEMPLATES.get(config.template or "", config.template)
         if config.template_path is not None:
             text = Path(config.template_path).expanduser().read_text()
@@ -129,7 +129,7 @@ class PrivilegedPrompts:
             ConfigError: no row has the prompt of the data.
         """
         require(batch, ("raw_prompt", "uid", "token_level_scores", "response_mask"), "self-distillation")
-        trajectories = Trajectories.of(batch)
+        trajectories = Trajectories.from_batch(batch)
         variables, images = self._variables(batch, trajectories), batch.non_tensor_batch.get(IMAGES)
         own_prompts = _unpadded(batch.batch["prompts"], batch.batch["attention_mask"])
         rows: list[list[int] | None] = []

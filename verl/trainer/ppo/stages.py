@@ -137,7 +137,7 @@ def compute_advantage(
     settings, needs = {**(config or {}), **arguments}, adv_needs(adv_estimator)
     read = needs.columns | needs.optional_columns
     compares = needs.wants_all or "index" in read or "role_baselines" in read
-    if compares and Trajectories.of(data).are_split:
+    if compares and Trajectories.from_batch(data).are_split:
         if "trajectory_conversation" in read:
             raise UnsupportedError(
                 f"advantage estimator '{adv_estimator}' compares turns by what the environment said before them, and "
@@ -161,7 +161,7 @@ def with_role_baselines(batch: DataProto, baselines: RoleBaselines) -> tuple[Dat
     Returns:
         the batch; and ``rae/baseline/<role>``, the running means after the batch.
     """
-    trajectories = Trajectories.of(batch)
+    trajectories = Trajectories.from_batch(batch)
     sources = batch.non_tensor_batch.get("data_source", [""] * len(batch))
     roles = [f"{source}/{agent}".lstrip("/") for source, agent in zip(sources, trajectories.agents, strict=True)]
     rewards, scores = batch.batch["token_level_rewards"], batch.batch["token_level_scores"]
@@ -170,7 +170,7 @@ def with_role_baselines(batch: DataProto, baselines: RoleBaselines) -> tuple[Dat
     sums, _ = rewards_of_responses(rewards, batch.batch["response_mask"])
     has_tokens = batch.batch["response_mask"].bool().any(-1)
     totals: dict[tuple[str, int], float] = {}
-    for row, unit in enumerate(trajectories.of_agents):
+    for row, unit in enumerate(trajectories.agent_indices):
         if has_tokens[row]:
             key = roles[row], unit
             totals[key] = totals.get(key, 0.0) + sums[row].item()
@@ -181,7 +181,7 @@ def with_role_baselines(batch: DataProto, baselines: RoleBaselines) -> tuple[Dat
 
 def mean_entropy(batch: DataProto, loss_agg_mode: str, loss_scale_factor: float | None) -> Metrics:
     """Compute ``actor/entropy``: the policy's entropy over the response tokens, aggregated like the loss."""
-    mask, trajectories = batch.batch["response_mask"], Trajectories.of(batch)
+    mask, trajectories = batch.batch["response_mask"], Trajectories.from_batch(batch)
     split = trajectories.indices if trajectories.are_split else None
     weights = prepare_aggregation(loss_agg_mode, mask, batch.non_tensor_batch["uid"], split)
     entropy = agg_loss(
@@ -247,7 +247,7 @@ def aggregation_columns(batch: DataProto, loss_agg_mode: str, sizes: Sequence[in
 
 def _mini_batches(batch: DataProto, sizes: Sequence[int]) -> Iterator[tuple[DataProto, dict[str, GroupIds]]]:
     """Yield each mini-batch with its group ids, ``index``, and ``trajectory_id`` if trajectories have several rows."""
-    names = {"index": "uid"} | ({"trajectory_id": "trajectory_id"} if Trajectories.of(batch).are_split else {})
+    names = {"index": "uid"} | ({"trajectory_id": "trajectory_id"} if Trajectories.from_batch(batch).are_split else {})
     for part in mini_batches(batch, sizes):
         columns = part.non_tensor_batch
         yield part, {name: columns[column] for name, column in names.items() if column in columns}

@@ -706,18 +706,18 @@ class PPOTrainer(TrainingLoop):
 
     def _mini_batch_sizes(self, batch: DataProto, prompts: int) -> list[int]:
         """Rows of each mini-batch of ``prompts`` prompts, all of whose trajectories it has; at least one mini-batch."""
-        count = len(Trajectories.of(batch)) // (prompts * self.typed_config.actor_rollout_ref.rollout.n)
+        count = len(Trajectories.from_batch(batch)) // (prompts * self.typed_config.actor_rollout_ref.rollout.n)
         return mini_batch_sizes(batch, max(1, count))
 
     def _deal(
         self, batch: DataProto, num_parts: int, columns: Sequence[str], sizes: Sequence[int], shares: bool
     ) -> DealtBatch:
-        balance, pads = self.typed_config.trainer.balance_batch, Trajectories.of(batch).are_split
+        balance, pads = self.typed_config.trainer.balance_batch, Trajectories.from_batch(batch).are_split
         return deal(batch, num_parts, balance=balance, columns=columns, sizes=sizes, pads=pads, shares_prompts=shares)
 
     def _own_sizes(self, batch: DataProto, dealt: DealtBatch) -> dict[str, object]:
         """Arguments of an update whose mini-batches are not those of the configuration."""
-        return {"mini_batch_sizes": dealt.sizes} if Trajectories.of(batch).are_split else {}
+        return {"mini_batch_sizes": dealt.sizes} if Trajectories.from_batch(batch).are_split else {}
 
     def _record_update(
         self,

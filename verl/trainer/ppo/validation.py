@@ -68,7 +68,7 @@ class Validator:
         self.shown_tokens, left = [], self.config.trainer.log_val_generations
         for index, rows in enumerate(batches(self.dataloader)):
             batch, scores, extra = self._generate_and_score(DataProto.from_single_dict(rows), step, index)
-            before, scored = len(columns["uid"]), Trajectories.of(batch).scored_rows
+            before, scored = len(columns["uid"]), Trajectories.from_batch(batch).scored_rows
             columns["uid"] += batch.non_tensor_batch["uid"][scored].tolist()
             columns["data_source"] += _data_sources(batch.select_idxs(scored))
             # A value may be missing in some batches, which is filled with None. `reward` is always the sum of the token

@@ -100,7 +100,7 @@ class BaseRollout(ABC):
         self.tokenizer = tokenizer
         self.device = torch.device(device)
         self.hf_config = hf_config_of(model_config)
-        self._vision = VisionConfig.of(self.hf_config)
+        self._vision = VisionConfig.from_config(self.hf_config)
         check_tokenizer_fits(tokenizer, self.hf_config, warns=False)  # the driver has warned already
         self.eos_token_ids = eos_token_ids(model_config.path, tokenizer)
         # Ids of the model that the tokenizer lacks. Engines never draw them, because decoding would drop them.

@@ -149,7 +149,7 @@ class DecodingBatch:
         prompt_of_row = torch.tensor([distinct[prompt] for prompt in prompts])
 
         self._module, self._routers = module, routers
-        self._vision = VisionConfig.of(module.config)
+        self._vision = VisionConfig.from_config(module.config)
         self._is_padded = not bool(mask.all())
         device = module.device
         rows_at_once = max(1, prefill_tokens // width)

@@ -74,7 +74,7 @@ class EngineTeacher:
         # Ids that this tokenizer lacks have no share of the teacher's distribution.
         self.rollout: BaseRollout = get_rollout_class(config.name)(config, model, tokenizer, device)
         self._weights = functools.partial(pretrained_weights, model, torch_dtype(config.dtype))
-        self.vision = VisionConfig.of(hf_config_of(model))
+        self.vision = VisionConfig.from_config(hf_config_of(model))
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
         """Wake the engine and compute the log-probs of given tokens. Collective over the ranks of the group."""

@@ -55,7 +55,7 @@ class FrozenTeachers:
         passes = ref if policy is None else roles.rollout
         self.config = config
         hf_config = hf_config_of(roles.model)
-        vocab_size, self.vision = hf_config.get_text_config().vocab_size, VisionConfig.of(hf_config)
+        vocab_size, self.vision = hf_config.get_text_config().vocab_size, VisionConfig.from_config(hf_config)
         self.micro = MicroBatchConfig(
             micro_batch_size_per_gpu=passes.log_prob_micro_batch_size_per_gpu,
             use_dynamic_bsz=passes.log_prob_use_dynamic_bsz,

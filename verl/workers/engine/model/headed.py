@@ -106,7 +106,7 @@ class HeadedModel(nn.Module):
         self.add_module(self.backbone_name, hf.base_model)
         self.add_module(head_name, getattr(hf, head_name))
         self.rule = LogitRule.from_config(hf.config)
-        self.vision = VisionConfig.of(hf.config)
+        self.vision = VisionConfig.from_config(hf.config)
         """Settings for passes with images; None for a model of text."""
 
     @property

@@ -79,7 +79,7 @@ class NativeModel:
         config = copy.deepcopy(config)  # the attention implementation is set in it
         self.module = causal_lm_without_weights(config, dtype, device, trust_remote_code)
         self.dtype, self.device = dtype, device
-        self.vision = VisionConfig.of(config)
+        self.vision = VisionConfig.from_config(config)
         """Settings for passes with images; None for a model of text."""
         self.buffers = ReclaimableBuffers() if device.type == "cpu" else None
         """Memory of keys and values, reused from one rollout to the next."""

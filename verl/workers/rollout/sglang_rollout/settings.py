@@ -58,7 +58,7 @@ def engine_arguments(
         ConfigError: ``engine_kwargs.sglang`` sets an argument that another setting determines, or a setting is not
             supported with SGLang.
     """
-    vision = VisionConfig.of(hf_config)
+    vision = VisionConfig.from_config(hf_config)
     _refuse(config, hf_config.model_type, vision)
     path = resolve_model_path(model_config.path)
     context = max_model_len + _SPARE_POSITIONS

@@ -40,12 +40,12 @@ def to_batch(responses: Mapping[str, RolloutOutput]) -> DataProto:
         return column
 
     widths = [output.kept_ids.shape[1] for output in outputs if output.kept_ids is not None]
-    kept: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     if widths:
         rows = [output.kept_of_each(max(widths)) for output in outputs]
-        kept["kept_ids"] = pad_sequence(rows, batch_first=True, padding_value=NOT_KEPT)
+        tensors["kept_ids"] = pad_sequence(rows, batch_first=True, padding_value=NOT_KEPT)
     return DataProto.from_dict(
-        tensors=kept
+        tensors=tensors
         | {
             "token_ids": padded([output.token_ids for output in outputs], torch.int32, 0),
             "log_probs": padded([output.log_probs for output in outputs], torch.float32, 0),
@@ -65,13 +65,13 @@ def from_batch(batch: DataProto) -> dict[str, RolloutOutput]:
     columns, responses = batch.non_tensor_batch, {}
     for row, name in enumerate(columns.get("name", [])):
         size = int(columns["length"][row])
-        of_tokens = {key: batch.batch[key][row, :size].tolist() for key in ("token_ids", "log_probs", "versions")}
-        versions = tuple((version, len(list(tokens))) for version, tokens in groupby(of_tokens["versions"]))
+        lists = {key: batch.batch[key][row, :size].tolist() for key in ("token_ids", "log_probs", "versions")}
+        versions = tuple((version, len(list(tokens))) for version, tokens in groupby(lists["versions"]))
         responses[name] = RolloutOutput(
-            of_tokens["token_ids"],
-            of_tokens["log_probs"],
+            lists["token_ids"],
+            lists["log_probs"],
             columns["finish_reason"][row],
-            min(of_tokens["versions"], default=NO_WEIGHTS),
+            min(lists["versions"], default=NO_WEIGHTS),
             num_preempted=columns["num_preempted"][row],
             versions=versions,
             kept_ids=batch.batch["kept_ids"][row, :size] if "kept_ids" in batch.batch.keys() else None,
@@ -80,17 +80,17 @@ def from_batch(batch: DataProto) -> dict[str, RolloutOutput]:
 
 
 class SingleTurn:
-    """The way to the engines of a trajectory of one turn, whose response can be had before its end.
+    """Connection of a trajectory of one turn, which gives the tokens of its response before the end.
 
     It is a :class:`verl.serving.connection.Connection`.
 
     Args:
         connection: the way to the engines.
-        begun: what an earlier run has drawn of the response, which goes on from there, or is this if it has ended.
+        resume_from: tokens that an earlier run sampled; the response continues them, or is them if they had ended.
     """
 
-    def __init__(self, connection: Connection, begun: RolloutOutput | None) -> None:
-        self._connection, self._begun = connection, begun
+    def __init__(self, connection: Connection, resume_from: RolloutOutput | None) -> None:
+        self._connection, self._resume_from = connection, resume_from
         self._conversation = ""
         self._response: RolloutOutput | None = None
 
@@ -99,18 +99,18 @@ class SingleTurn:
     ) -> GenerationCall:
         """See :class:`verl.serving.connection.Connection`."""
         self._conversation = conversation
-        begun, most = self._begun, request.sampling.max_tokens
-        if begun is not None and len(begun.token_ids) > most:  # the limit has been lowered since
-            begun = self._begun = None
-        if begun is None:
-            return _ChangedCall(self._connection.send(conversation, request, on_part), self._take)
-        if begun.finish_reason == "stop" or len(begun.token_ids) == most:
-            ended = begun if begun.finish_reason == "stop" else replace(begun, finish_reason="length")
-            whole: Future[RolloutOutput] = Future()
-            whole.set_result(self._take(ended))
-            return LocalCall(whole)
-        call = self._connection.send(conversation, request.after(begun.token_ids), on_part)
-        return _ChangedCall(call, lambda rest: self._take(begun.followed_by(rest)))
+        resume_from, most = self._resume_from, request.sampling.max_tokens
+        if resume_from is not None and len(resume_from.token_ids) > most:  # the limit has been lowered since
+            resume_from = self._resume_from = None
+        if resume_from is None:
+            return _MappedCall(self._connection.send(conversation, request, on_part), self._take)
+        if resume_from.finish_reason == "stop" or len(resume_from.token_ids) == most:
+            ended = resume_from if resume_from.finish_reason == "stop" else replace(resume_from, finish_reason="length")
+            outcome: Future[RolloutOutput] = Future()
+            outcome.set_result(self._take(ended))
+            return LocalCall(outcome)
+        call = self._connection.send(conversation, request.after(resume_from.token_ids), on_part)
+        return _MappedCall(call, lambda rest: self._take(resume_from.followed_by(rest)))
 
     def _take(self, response: RolloutOutput) -> RolloutOutput:
         self._response = response
@@ -120,20 +120,20 @@ class SingleTurn:
         """See :class:`verl.serving.connection.Connection`."""
         self._connection.end(conversation)
 
-    def drawn(self, of_requests: Mapping[str, RolloutOutput]) -> RolloutOutput | None:
-        """Return the response, or what there is of it; None if there is no token.
+    def partial_response(self, by_conversation: Mapping[str, RolloutOutput]) -> RolloutOutput | None:
+        """Return the response, or its tokens so far; None if there is none.
 
         Args:
-            of_requests: see :meth:`verl.serving.router.Router.drawn`.
+            by_conversation: see :meth:`verl.serving.router.Router.partial_responses`.
         """
-        part = of_requests.get(self._conversation)
+        part = by_conversation.get(self._conversation)
         if self._response is not None or part is None:
-            return self._response or self._begun
-        return part if self._begun is None else self._begun.followed_by(part)
+            return self._response or self._resume_from
+        return part if self._resume_from is None else self._resume_from.followed_by(part)
 
 
-class _ChangedCall:
-    """A request whose answer is changed."""
+class _MappedCall:
+    """A request whose answer is passed through a function."""
 
     def __init__(self, call: GenerationCall, change: Callable[[RolloutOutput], RolloutOutput]) -> None:
         self._call, self._change = call, change
