@@ -252,7 +252,7 @@ def test_an_interrupted_response_goes_on_with_other_weights_and_comes_whole():
         router.resume()
         assert new.tokens == [1, 3, 4]
         asked = new.requests[0]
-        assert (asked.prompt_ids, asked.drawn, asked.sampling.max_tokens) == ([1, 7, 8], 2, 3)
+        assert (asked.prompt_ids, asked.drawn_count, asked.sampling.max_tokens) == ([1, 7, 8], 2, 3)
         p.answer(0, 1, DrawnPart(0, [6]))
         again = await interrupting(p)  # now within the third of five tokens
         for token in (1, 3, 4):
