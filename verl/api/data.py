@@ -43,10 +43,12 @@ def as_rows(data: Rows, what: str) -> list[JsonObject]:
     Raises:
         DataError: it is none of the kinds, has no rows, or a file cannot be read.
     """
-    if isinstance(data, (str, Path)) or (_is_list(data) and data and all(isinstance(one, (str, Path)) for one in data)):
+    if isinstance(data, (str, Path)) or (
+        _is_list(data) and data and all(isinstance(path, (str, Path)) for path in data)
+    ):
         from verl.datasets.files import SUFFIXES, open_files
 
-        paths = [str(one) for one in ([data] if isinstance(data, (str, Path)) else data)]
+        paths = [str(path) for path in ([data] if isinstance(data, (str, Path)) else data)]
         if text := next((path for path in paths if not path.endswith(SUFFIXES) and not Path(path).exists()), None):
             raise DataError(
                 f"{what}: {text!r:.80} is no file of rows, whose names end in {', '.join(SUFFIXES)}. Of prompts as "
@@ -129,7 +131,7 @@ def supervised_rows(
         )
     if not rows or "completion" not in rows[0] or "messages" in rows[0]:
         return rows, {}
-    made = []
+    converted = []
     for row_index, row in enumerate(rows):
         completion: Any = row.get("completion")
         if _is_list(completion) and len(completion) == 1 and isinstance(completion[0], Mapping):
@@ -139,8 +141,8 @@ def supervised_rows(
                 f"{what}, row {row_index}: completion is {completion!r:.80}, neither a text nor one message of the "
                 "assistant. Give longer conversations as messages, all turns of the assistant are trained on."
             )
-        made.append({**row, "completion": completion})
-    return made, {"data.prompt_key": "prompt", "data.response_key": "completion"}
+        converted.append({**row, "completion": completion})
+    return converted, {"data.prompt_key": "prompt", "data.response_key": "completion"}
 
 
 def write_jsonl(rows: Iterable[Mapping[str, object]], path: Path, what: str) -> None:

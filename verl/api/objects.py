@@ -92,7 +92,10 @@ def write_objects(
     if tools:
         keys[f"{_MULTI_TURN}.function_tool_path"] = module
     if environments:
-        entries = [{"name": one.__name__, "class_name": f"{module}:{one.__name__}"} for one in environments]
+        entries = [
+            {"name": environment.__name__, "class_name": f"{module}:{environment.__name__}"}
+            for environment in environments
+        ]
         keys[f"{_MULTI_TURN}.environment_config_path"] = entries
         keys["actor_rollout_ref.rollout.agent.default_agent_loop"] = ENVIRONMENT_AGENT
     if tools or environments:

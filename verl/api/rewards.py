@@ -34,17 +34,17 @@ _RESPONSES: tuple[tuple[str, Form], ...] = (
     ("completions", "completions"),
     ("data", "batch"),
 )
-OF_SAMPLE = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt")
+SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt")
 """Arguments of a function for one response, beside the columns of the data."""
-OF_TEXTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos", "prompts")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos", "prompts")
 """Arguments of a function for all responses, in the same order."""
-OF_COMPLETIONS = ("completions", "prompts")
+COMPLETION_ARGUMENTS = ("completions", "prompts")
 """Arguments of a function in the form of TRL, beside the columns of the data."""
-_OF_RESPONSES = ("solution_str", "solution_strs", "completions", "prompts")
+_RESPONSE_ARGUMENTS = ("solution_str", "solution_strs", "completions", "prompts")
 """Arguments that are never a column of the data, whatever that has."""
-_OF_TRUTH = ("ground_truth", "ground_truths")
+_TRUTH_ARGUMENTS = ("ground_truth", "ground_truths")
 """Arguments that need a column with the ground truth; without it the error names the column."""
-_TAKEN = ("score", "reward_status", "turn_scores")
+_RESERVED_NAMES = ("score", "reward_status", "turn_scores")
 """Names of columns that verl writes; a reward function or a further value of it is not called so."""
 
 
@@ -82,7 +82,7 @@ def named_rewards(functions: Sequence[Function], weights: Sequence[float] | None
     names: list[str] = []
     for position, function in enumerate(functions, 1):
         name = name_of(function)
-        name = f"reward_{position}" if name in ("<lambda>", *_TAKEN) else name
+        name = f"reward_{position}" if name in ("<lambda>", *_RESERVED_NAMES) else name
         names.append(name if name not in names else f"{name}_{position}")
     parts = zip(names, functions, weights, strict=True)
     rewards = [Reward(name, function, float(weight), form_of(function)) for name, function, weight in parts]
@@ -144,9 +144,9 @@ def check_columns(
         ConfigError: names the function, the parameter and the columns.
     """
     passed: Mapping[Form, Sequence[str]] = {
-        "sample": OF_SAMPLE,
-        "texts": OF_TEXTS,
-        "completions": OF_COMPLETIONS,
+        "sample": SAMPLE_ARGUMENTS,
+        "texts": BATCH_ARGUMENTS,
+        "completions": COMPLETION_ARGUMENTS,
     }
     for reward in rewards:
         parameters = inspect.signature(reward.function).parameters.values()
@@ -155,7 +155,7 @@ def check_columns(
         ]
         if reward.form == "batch":
             continue
-        if not has_truth and (name := next((name for name in required if name in _OF_TRUTH), None)):
+        if not has_truth and (name := next((name for name in required if name in _TRUTH_ARGUMENTS), None)):
             raise ConfigError(
                 f"the reward function {reward.name} needs {name}, and no row of {what} has a ground truth, in "
                 f"reward_model or in a column ground_truth. Columns: {', '.join(sorted(columns))}. Name the column "
@@ -217,11 +217,13 @@ class _Rewards:
         functions = [inspect.signature(reward.function).parameters for reward in self.rewards]
         takes_any = any(p.kind is p.VAR_KEYWORD for parameters in functions for p in parameters.values())
         named = {name for parameters in functions for name in parameters}
-        wanted = [name for name in columns if (takes_any or name in named) and name not in _OF_RESPONSES]
-        first, *others = self.arguments
+        row_columns = [name for name in columns if (takes_any or name in named) and name not in _RESPONSE_ARGUMENTS]
+        first, *other_arguments = self.arguments
         required = {p.name for parameters in functions for p in parameters.values() if p.default is p.empty}
-        self.never_left_out = dict.fromkeys(wanted if takes_any else [name for name in wanted if name in required])
-        names = dict.fromkeys([*others, "prompt", prompt_key, *wanted])
+        self.never_left_out = dict.fromkeys(
+            row_columns if takes_any else [name for name in row_columns if name in required]
+        )
+        names = dict.fromkeys([*other_arguments, "prompt", prompt_key, *row_columns])
         parameters = [inspect.Parameter(first, inspect.Parameter.KEYWORD_ONLY)]
         parameters += [
             inspect.Parameter(
@@ -255,7 +257,7 @@ class _Rewards:
                 if "score" not in score:
                     raise RewardError(f"{reward.name} returned a dict without 'score'; it has: {', '.join(score)}.")
                 value = score["score"]
-                result |= {f"{reward.name}/{name}": more for name, more in score.items() if name not in _TAKEN}
+                result |= {f"{reward.name}/{name}": more for name, more in score.items() if name not in _RESERVED_NAMES}
             if value is None:
                 continue
             if isinstance(value, bool) or hasattr(value, "item"):  # numbers of numpy and torch
@@ -311,12 +313,12 @@ class BatchRewards(_Rewards):
         columns = lists | {name: [prompt[name] for prompt in prompts] for name in (self.prompt_key, "prompt")}
         columns["prompts"] = columns["prompt"]
         answers = texts if self.text_prompts else [[{"role": "assistant", "content": text}] for text in texts]
-        of_trl = {name: values for name, values in columns.items() if name not in (*self.arguments, "prompt")}
+        trl_arguments = {name: values for name, values in columns.items() if name not in (*self.arguments, "prompt")}
         arguments: Mapping[Form, JsonObject] = {
             "texts": columns,
-            "completions": of_trl | {"completions": answers},
+            "completions": trl_arguments | {"completions": answers},
         }
-        one_of: dict[str, str] = dict(zip(OF_TEXTS, OF_SAMPLE, strict=True))
+        one_of: dict[str, str] = dict(zip(BATCH_ARGUMENTS, SAMPLE_ARGUMENTS, strict=True))
         rows = [
             {one_of.get(name, name): values[row_index] for name, values in columns.items()}
             for row_index in range(len(texts))

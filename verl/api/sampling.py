@@ -61,9 +61,11 @@ def generate(
 def rows_of_prompts(prompts: Rows) -> list[JsonObject]:
     """Return prompts as rows: texts and conversations become the column ``prompt``."""
     if isinstance(prompts, Sequence) and not isinstance(prompts, str) and len(prompts):
-        if all(isinstance(one, str) for one in prompts) or all(isinstance(one, (list, tuple)) for one in prompts):
-            return [{"prompt": one} for one in prompts]
-        if all(isinstance(one, Mapping) and {"role", "content"} <= set(one) for one in prompts):
+        if all(isinstance(prompt, str) for prompt in prompts) or all(
+            isinstance(prompt, (list, tuple)) for prompt in prompts
+        ):
+            return [{"prompt": prompt} for prompt in prompts]
+        if all(isinstance(prompt, Mapping) and {"role", "content"} <= set(prompt) for prompt in prompts):
             raise DataError("prompts is one conversation. Give a list of them: [[{'role': ..., 'content': ...}]].")
     if isinstance(prompts, str) and not prompts.endswith(SUFFIXES):
         raise DataError(f"prompts={prompts!r:.60} is one text. Give a list of them, or the path of a file of rows.")
@@ -173,14 +175,14 @@ def evaluate(
     with tempfile.TemporaryDirectory(prefix="verl-evaluate-") as name:
         folder = Path(name)
         files = write_prompts(rows, folder / "rows.jsonl", prompt_key, "data")
-        chosen = write_rewards(reward, reward_weights, files, folder)
+        reward_settings = write_rewards(reward, reward_weights, files, folder)
         answered = _generate(model, rows, n, ray, values, folder)
         lines = [
             {"data_source": "unknown", "reward_model": None, **line, RESPONSES: row[RESPONSES]}
             for line, row in zip(read_jsonl(Path(files.paths[0])), answered, strict=True)
         ]
         write_jsonl(lines, folder / "scored.jsonl", "data")
-        config = checked_config({"data.path": str(folder / "scored.jsonl"), **chosen}, {}, EvalConfig)
+        config = checked_config({"data.path": str(folder / "scored.jsonl"), **reward_settings}, {}, EvalConfig)
 
         from verl.trainer.evaluation import score_responses
 
@@ -206,7 +208,7 @@ def summary(rows: Sequence[JsonObject], groups: Sequence[tuple[str, Sequence[Sco
     by_source: dict[str, list[float]] = {}
     for (source, _), mean in zip(usable, means, strict=True):
         by_source.setdefault(source, []).append(mean)
-    whole = Mean.from_values(means)
+    overall = Mean.from_values(means)
     return Evaluation(
         rows=[
             {**row, SCORES: [score.value if score.status == "ok" else None for score in group]}
@@ -215,11 +217,13 @@ def summary(rows: Sequence[JsonObject], groups: Sequence[tuple[str, Sequence[Sco
         prompts=len(usable),
         responses=len(scores),
         failed=len(errors),
-        mean=whole.mean,
-        standard_error=whole.standard_error,
+        mean=overall.mean,
+        standard_error=overall.standard_error,
         best=statistics.fmean(max(score.value for score in group) for _, group in usable),
         parts={
-            name: Mean.from_values([statistics.fmean(one) for one in values if one])
+            name: Mean.from_values(
+                [statistics.fmean(scores_of_prompt) for scores_of_prompt in values if scores_of_prompt]
+            )
             for name, values in parts.items()
             if any(values)
         },

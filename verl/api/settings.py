@@ -49,7 +49,7 @@ def keys_of_call(settings: JsonMapping, root: type[BaseConfig]) -> JsonObject:
         ConfigError: a name of another library has no counterpart, a short name means several keys, or two names mean
             one key and have different values.
     """
-    known = leaves(root)
+    all_keys = leaves(root)
     values: JsonObject = {}
     written: dict[str, str] = {}
     for name, setting in settings.items():
@@ -59,13 +59,13 @@ def keys_of_call(settings: JsonMapping, root: type[BaseConfig]) -> JsonObject:
                 f"{name}={setting!r:.100} holds {type(unusable).__name__}. A setting is a text, a number, true or "
                 "false, None, or a list or dict of these."
             )
-        for key, ours in _keys(name, value, known, root).items():
-            if key in values and values[key] != ours:
+        for key, key_value in _keys(name, value, all_keys, root).items():
+            if key in values and values[key] != key_value:
                 raise ConfigError(
-                    f"{written[key]} and {name} both mean {key}, with the values {values[key]!r} and {ours!r}. "
+                    f"{written[key]} and {name} both mean {key}, with the values {values[key]!r} and {key_value!r}. "
                     "Keep one."
                 )
-            values[key], written[key] = ours, name
+            values[key], written[key] = key_value, name
     return values
 
 
@@ -74,32 +74,32 @@ def _no_setting(value: object) -> object:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return next((problem for one in value if (problem := _no_setting(one)) is not None), None)
+        return next((problem for item in value if (problem := _no_setting(item)) is not None), None)
     return None if value is None or isinstance(value, (str, int, float)) else value
 
 
-def _keys(name: str, value: object, known: Collection[str], root: type[BaseConfig]) -> JsonObject:
-    if name in known:
+def _keys(name: str, value: object, all_keys: Collection[str], root: type[BaseConfig]) -> JsonObject:
+    if name in all_keys:
         return {name: value}
-    if TYPED_FIRST.get(name) in known:
+    if TYPED_FIRST.get(name) in all_keys:
         return {TYPED_FIRST[name]: value}
     if isinstance(value, Mapping) and (name in keys_of(root)):
         return dict(flat(value, f"{name}."))
     other = other_name(name)
     if "." in name and other is None:
         return {name: value}
-    short = _keys_with_last_part(name, known)
-    if other is not None and (other[1].settable(known) or not short):
-        return other[1].settings(value, known, other[0])
+    short = _keys_with_last_part(name, all_keys)
+    if other is not None and (other[1].settable(all_keys) or not short):
+        return other[1].settings(value, all_keys, other[0])
     if len(short) > 1:
         raise ConfigError(f"{name}={value!r:.60} is ambiguous: it can be {' or '.join(short)}. Write the whole key.")
     return {short[0] if short else name: value}
 
 
-def _keys_with_last_part(name: str, known: Collection[str]) -> list[str]:
+def _keys_with_last_part(name: str, all_keys: Collection[str]) -> list[str]:
     """Return the keys that a short name may mean; several if it is ambiguous."""
-    first = [key for section in PREFERRED_SECTIONS if (key := f"{section}.{name}".lstrip(".")) in known]
-    return first[:1] or [key for section in FALLBACK_SECTIONS if (key := f"{section}.{name}") in known]
+    first = [key for section in PREFERRED_SECTIONS if (key := f"{section}.{name}".lstrip(".")) in all_keys]
+    return first[:1] or [key for section in FALLBACK_SECTIONS if (key := f"{section}.{name}") in all_keys]
 
 
 COUNTED = (
@@ -205,11 +205,11 @@ def prompt_length(model: str, key: str, limit: str, values: JsonMapping, root: t
         values: the settings of the call.
         root: root section of the command.
     """
-    known, positions = keys_of(root), longest_context(model)
-    response = values.get(limit, known[limit].default)
+    keys, positions = keys_of(root), longest_context(model)
+    response = values.get(limit, keys[limit].default)
     if key in values or positions is None or not isinstance(response, int) or response >= positions:
         return {}
-    return {key: min(known[key].default, positions - response)}
+    return {key: min(keys[key].default, positions - response)}
 
 
 def ranks_of(keys: JsonMapping) -> int:

@@ -121,8 +121,8 @@ def train(
             check_columns(rewards_of(reward, reward_weights), val.columns, val.has_truth, "eval_data")
         if estimator == "gdpo" and (rewards := rewards_of(reward, reward_weights)):
             defaults |= {
-                "algorithm.gdpo_reward_keys": [one.name for one in rewards],
-                "algorithm.gdpo_reward_weights": [one.weight for one in rewards],
+                "algorithm.gdpo_reward_keys": [entry.name for entry in rewards],
+                "algorithm.gdpo_reward_weights": [entry.weight for entry in rewards],
                 "reward_model.reward_manager": "gdpo",
             }
         config = checked_config(defaults, values, PPOConfig)
@@ -208,7 +208,7 @@ ARGUMENTS = {
     "trainer.validation_data_dir": "output_dir",
 }
 """Settings that an argument of the call decides."""
-OF_TRL = {"reward_funcs": "reward", "train_dataset": "data", "eval_dataset": "eval_data"}
+TRL_ARGUMENTS = {"reward_funcs": "reward", "train_dataset": "data", "eval_dataset": "eval_data"}
 """Arguments of TRL's trainers whose values are objects, and ours."""
 
 
@@ -220,11 +220,13 @@ def _split_settings(
     Raises:
         ConfigError: as in :func:`keys_of_call`, or one is decided by an argument.
     """
-    every = settings_of(settings, more)
-    if theirs := next((name for name in every if name in OF_TRL), None):
-        raise ConfigError(f"{theirs} of TRL is the argument {OF_TRL[theirs]} here: {OF_TRL[theirs]}=...")
-    counted = {name: every.pop(name) for name in COUNTED if name in every}
-    values = keys_of_call(every, root)
+    all_settings = settings_of(settings, more)
+    if trl_name := next((name for name in all_settings if name in TRL_ARGUMENTS), None):
+        raise ConfigError(
+            f"{trl_name} of TRL is the argument {TRL_ARGUMENTS[trl_name]} here: {TRL_ARGUMENTS[trl_name]}=..."
+        )
+    counted = {name: all_settings.pop(name) for name in COUNTED if name in all_settings}
+    values = keys_of_call(all_settings, root)
     if owned := next((key for key in values if key in ARGUMENTS), None):
         raise ConfigError(f"{owned}={values[owned]!r:.100}: the argument {ARGUMENTS[owned]} decides it. Give it there.")
     if "trainer.logger" in values:
@@ -254,8 +256,10 @@ def _folder(output_dir: str | Path | None, kind: str) -> Iterator[tuple[Path, Ca
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"the run's folder {folder} cannot be made: {error}. Name another output_dir.") from error
-    marker, *others = written = [folder / name for name in (METRICS, MODULE, "data/train.jsonl", "data/eval.jsonl")]
-    if not marker.exists() and (foreign := next((path for path in others if path.exists()), None)):
+    marker, *other_files = written = [
+        folder / name for name in (METRICS, MODULE, "data/train.jsonl", "data/eval.jsonl")
+    ]
+    if not marker.exists() and (foreign := next((path for path in other_files if path.exists()), None)):
         raise ConfigError(f"{foreign} would be replaced, and no run wrote it. Name another output_dir.")
     with FolderLock(folder / CHECKPOINTS):
         before = {path: path.read_bytes() if path.exists() else None for path in written}
@@ -311,10 +315,10 @@ def _sizes(
     on_device = values.get(micro_batch, sizes.get(micro_batch))
     if on_device is None:
         return sizes | {f"{_ACTOR}.use_dynamic_bsz": True}
-    others = [f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"]
+    size_keys = [f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"]
     if "critic.model.path" in defaults:
-        others.append("critic.ppo_micro_batch_size_per_gpu")
-    return sizes | dict.fromkeys(others, on_device)
+        size_keys.append("critic.ppo_micro_batch_size_per_gpu")
+    return sizes | dict.fromkeys(size_keys, on_device)
 
 
 def _prompts(

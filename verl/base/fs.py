@@ -121,14 +121,14 @@ def in_shared_memory(path: str, filelock: str = ".file.lock", shared: Path = Pat
         logger.warning("there is no shared memory at %s: %s is read where it is.", shared, path)
         return path
     files = [source] if source.is_file() else [file for file in source.rglob("*") if file.is_file()]
-    own = shared / f"verl-{os.getuid()}"
-    folder = own / name_of_state(source, files)
+    user_folder = shared / f"verl-{os.getuid()}"
+    folder = user_folder / name_of_state(source, files)
     target = folder / source.name
     needed, free = sum(file.stat().st_size for file in files), shutil.disk_usage(shared).free
     if not target.exists() and needed > free:
         logger.warning("%s has %d bytes and %s %d free: it is read where it is.", path, needed, shared, free)
         return path
-    for level in (own, folder):
+    for level in (user_folder, folder):
         level.mkdir(exist_ok=True, mode=0o700)
         if not is_private(level):  # everybody may make folders in shared memory
             logger.warning("others may write %s: %s is read where it is. Remove that folder.", level, path)

@@ -43,5 +43,5 @@ def _may_pass(error: BaseException) -> bool:
 def _pause_s(first_pause_s: float, state: RetryCallState) -> float:
     pause_s = wait_random_exponential(first_pause_s, LONGEST_PAUSE_S)(state)
     error = state.outcome.exception() if state.outcome else None
-    asked = error.response.headers.get("Retry-After", "") if isinstance(error, httpx2.HTTPStatusError) else ""
-    return min(max(pause_s, float(asked)), LONGEST_PAUSE_S) if asked.isdecimal() else pause_s
+    retry_after = error.response.headers.get("Retry-After", "") if isinstance(error, httpx2.HTTPStatusError) else ""
+    return min(max(pause_s, float(retry_after)), LONGEST_PAUSE_S) if retry_after.isdecimal() else pause_s

@@ -156,9 +156,9 @@ def load_object(path: str, name: str, key: str, name_key: str | None = None) -> 
     """
     module = load_module(path, key)
     if not hasattr(module, name):
-        known = [key for key in vars(module) if not key.startswith("_")]
+        names = [key for key in vars(module) if not key.startswith("_")]
         raise MissingNameError(
-            f"{name_key or key}='{name}': {path} has no such name.{suggest(name, known)} It has: {', '.join(known)}."
+            f"{name_key or key}='{name}': {path} has no such name.{suggest(name, names)} It has: {', '.join(names)}."
         )
     return getattr(module, name)
 
@@ -184,10 +184,10 @@ def prepare_process() -> None:
     installed = {plugin.name: plugin for plugin in offered}
     for name in plugins:
         if name not in installed:
-            known = ", ".join(sorted(installed)) or "there are none"
+            names = ", ".join(sorted(installed)) or "there are none"
             raise ConfigError(
                 f"VERL_USE_EXTERNAL_PLUGINS names '{name}', and no installed package has such an entry point of "
-                f"verl.plugins ({known}). Install the package, or take the name out.{suggest(name, sorted(installed))}"
+                f"verl.plugins ({names}). Install the package, or take the name out.{suggest(name, sorted(installed))}"
             )
         with user_code(f"VERL_USE_EXTERNAL_PLUGINS: the plugin {name} cannot be started"):
             start = installed[name].load()

@@ -31,7 +31,7 @@ _KEY = re.compile(r"(^|[_.-])key$", re.IGNORECASE)
 # Names of settings that say where a secret is, such as api_key_env.
 _TELLS_WHERE = re.compile(r"[_.-](env|var|path|file|name)$", re.IGNORECASE)
 # Tokens of a tokenizer.
-_OF_A_VOCABULARY = re.compile(r"(^|[_.-])(pad|eos|bos|unk|sep|cls|mask|image|video|audio)_token$", re.IGNORECASE)
+_VOCABULARY_NAME = re.compile(r"(^|[_.-])(pad|eos|bos|unk|sep|cls|mask|image|video|audio)_token$", re.IGNORECASE)
 # Where a word begins in a name such as apiKey.
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _LOOKS_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])\S{16,}")
@@ -58,26 +58,26 @@ def without_secrets(settings: object) -> Any:
     ``pad_token=<pad>`` and ``api_key_env=OPENAI_API_KEY`` stay, and ``hf_token`` and
     ``env_vars.WANDB_API_KEY`` do not.
     """
-    known = [*_of_environment(), *secrets_in(settings)]
-    return _masked(settings, known)
+    secrets = [*_of_environment(), *secrets_in(settings)]
+    return _masked(settings, secrets)
 
 
-def redacted(text: str, known: Iterable[str] = ()) -> str:
+def redacted(text: str, secrets: Iterable[str] = ()) -> str:
     """A text with ``***`` in place of what looks like a secret.
 
     That is the login of a URL and secrets in its query, what follows ``Bearer``, keys of well-known services, the
-    values of environment variables with names like ``WANDB_API_KEY``, and whatever is ``known``.
+    values of environment variables with names like ``WANDB_API_KEY``, and ``secrets``.
 
     Args:
         text: to be shown.
-        known: secrets that may occur in it, as :func:`secrets_in` finds them.
+        secrets: further texts to mask, as :func:`secrets_in` finds them.
     """
-    return _text(text, [*_of_environment(), *known])
+    return _text(text, [*_of_environment(), *secrets])
 
 
-def redacted_texts(value: object, known: Iterable[str] = ()) -> Any:
+def redacted_texts(value: object, secrets: Iterable[str] = ()) -> Any:
     """Copy nested values, with :func:`redacted` applied to all texts under any name."""
-    return _redacted(value, [*_of_environment(), *known])
+    return _redacted(value, [*_of_environment(), *secrets])
 
 
 def secrets_in(settings: object) -> list[str]:
@@ -94,30 +94,30 @@ def is_secret(name: str, value: object) -> bool:
         return False
     if _ALWAYS.search(name):
         return True
-    if not isinstance(value, str) or _OF_A_VOCABULARY.search(name):
+    if not isinstance(value, str) or _VOCABULARY_NAME.search(name):
         return False
     return bool(_TEXT_ONLY.search(name) or (_KEY.search(name) and _LOOKS_RANDOM.fullmatch(value)))
 
 
-def _masked(settings: object, known: list[str]) -> object:
+def _masked(settings: object, secrets: list[str]) -> object:
     if isinstance(settings, Mapping):
-        return {key: MASK if is_secret(str(key), value) else _masked(value, known) for key, value in settings.items()}
+        return {key: MASK if is_secret(str(key), value) else _masked(value, secrets) for key, value in settings.items()}
     if isinstance(settings, list | tuple):
-        return [_masked(value, known) for value in settings]
-    return _text(settings, known) if isinstance(settings, str) else settings
+        return [_masked(value, secrets) for value in settings]
+    return _text(settings, secrets) if isinstance(settings, str) else settings
 
 
-def _redacted(value: object, known: list[str]) -> object:
+def _redacted(value: object, secrets: list[str]) -> object:
     if isinstance(value, Mapping):
-        return {key: _redacted(item, known) for key, item in value.items()}
+        return {key: _redacted(item, secrets) for key, item in value.items()}
     if isinstance(value, list | tuple):
         # Token ids, of which there are many, are copied without a look at each.
-        return list(value) if set(map(type, value)) <= {int, float} else [_redacted(item, known) for item in value]
-    return _text(value, known) if isinstance(value, str) else value
+        return list(value) if set(map(type, value)) <= {int, float} else [_redacted(item, secrets) for item in value]
+    return _text(value, secrets) if isinstance(value, str) else value
 
 
-def _text(text: str, known: list[str]) -> str:
-    for secret in sorted(known, key=len, reverse=True):  # one may be the beginning of another
+def _text(text: str, secrets: list[str]) -> str:
+    for secret in sorted(secrets, key=len, reverse=True):  # one may be the beginning of another
         if len(secret) >= SHORTEST:
             text = text.replace(secret, MASK)
     for pattern, mask in _IN_TEXT:

@@ -14,10 +14,10 @@ from verl.errors import ConfigError
 T = TypeVar("T")
 
 
-def suggest(name: str, known: Sequence[str]) -> str:
+def suggest(name: str, candidates: Sequence[str]) -> str:
     """``" Did you mean 'grpo'?"`` for the known name nearest to ``name``, or an empty string."""
-    near = [one for one in known if one.casefold() == name.casefold()]
-    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = [candidate for candidate in candidates if candidate.casefold() == name.casefold()]
+    near = near or difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
@@ -41,8 +41,8 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: another object already has this name.
         """
-        known = self._entries.get(name, entry)
-        first, second = (_path(self._origin(one)) for one in (known, entry))
+        existing = self._entries.get(name, entry)
+        first, second = (_path(self._origin(registered)) for registered in (existing, entry))
         # A module may be imported under two names, and a cell of a notebook run again: that is no duplicate.
         if first == second:
             self._entries[name] = entry

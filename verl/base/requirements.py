@@ -26,10 +26,14 @@ def requirements(extra: str = "") -> list[Requirement]:
         parsed = [Requirement(text) for text in texts]
     else:
         stated = [Requirement(text) for text in importlib.metadata.requires("verl") or []]
-        parsed = [one for one in stated if ("extra" in str(one.marker)) == bool(extra)]
-    parsed = [one for one in parsed if one.marker is None or one.marker.evaluate({"extra": extra})]
-    for one in parsed:
-        one.marker = None
+        parsed = [requirement for requirement in stated if ("extra" in str(requirement.marker)) == bool(extra)]
+    parsed = [
+        requirement
+        for requirement in parsed
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+    ]
+    for requirement in parsed:
+        requirement.marker = None
     return parsed
 
 
@@ -40,4 +44,4 @@ def install_command(extra: str) -> str:
     """
     packages = requirements(extra)
     assert packages, f"verl has no extra '{extra}'"
-    return " ".join(["pip install", *(f"'{one}'" for one in packages)])
+    return " ".join(["pip install", *(f"'{package}'" for package in packages)])

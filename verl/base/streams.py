@@ -24,7 +24,7 @@ def open_closed_streams() -> None:
             setattr(sys, name, stream)
 
 
-def printable(text: str, kept: str = "\n\t") -> str:
+def printable(text: str, keep: str = "\n\t") -> str:
     r"""Replace characters that cannot be seen, or turn the direction of text, by their codes.
 
     A terminal executes the control characters in texts of models and files: some write the clipboard.
@@ -34,4 +34,6 @@ def printable(text: str, kept: str = "\n\t") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() or one in kept else f"[U+{ord(one):04X}]" for one in text)
+    return "".join(
+        character if character.isprintable() or character in keep else f"[U+{ord(character):04X}]" for character in text
+    )

@@ -141,9 +141,9 @@ class Boxes:
         for box in stored:
             parts = overlap(box.start, box.values.shape, start, size)
             if parts is not None:
-                theirs, mine = parts
-                result[mine] = box.values[theirs]
-                filled[mine] = True
+                source_part, result_part = parts
+                result[result_part] = box.values[source_part]
+                filled[result_part] = True
         if not bool(filled.all()):
             raise CheckpointError(f"the files of the checkpoint {self.source} do not contain all parts of '{name}'.")
         return result

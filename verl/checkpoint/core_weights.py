@@ -84,13 +84,13 @@ class DistFiles:
         # Queries, keys and values of a layer lie in the same rows, and are read one after the other.
         self._read = lru_cache(maxsize=2)(self._files.read)
         embedding = OUTSIDE["model.embed_tokens.weight"]
-        others = sorted((n.removesuffix(embedding) for n in self._shapes if n.endswith(embedding)), key=len)
+        prefixes = sorted((n.removesuffix(embedding) for n in self._shapes if n.endswith(embedding)), key=len)
         if prefix is None:  # the optimizer's states have longer ones
-            prefix = others[0] if others else ""
+            prefix = prefixes[0] if prefixes else ""
         self.prefix = prefix
         if prefix + embedding not in self._shapes:
-            remedy = f"set dist_checkpointing_prefix to {' or '.join(map(repr, others))}"
-            if not others:
+            remedy = f"set dist_checkpointing_prefix to {' or '.join(map(repr, prefixes))}"
+            if not prefixes:
                 first = ", ".join(sorted(self._shapes)[:3]) or "no tensors"
                 remedy = f"it has {first} ... Take the checkpoint of a GPTModel of megatron-core"
             raise CheckpointError(f"'{path}' has no tensor '{prefix}{embedding}': {remedy}.")
@@ -160,20 +160,20 @@ class DistFiles:
             its name, and its indices in the first dimensions: of the layer, of the expert, or none.
         """
         stem = f"{self.prefix}decoder.layers."
-        of_layer = ((f"{stem}{layer}.", (), ()), (stem, (layer,), (self.config.num_hidden_layers,)))
-        of_expert = (("", (), ()),)
+        layer_forms = ((f"{stem}{layer}.", (), ()), (stem, (layer,), (self.config.num_hidden_layers,)))
+        expert_forms = (("", (), ()),)
         if expert is not None:
             inner = "mlp.experts.experts."
-            of_expert = ((f"{inner}{expert}.", (), ()), (inner, (expert,), (experts,)))
+            expert_forms = ((f"{inner}{expert}.", (), ()), (inner, (expert,), (experts,)))
         for ending in endings:
-            for (outer, *in_layers), (inner, *in_experts) in itertools.product(of_layer, of_expert):
+            for (outer, *in_layers), (inner, *in_experts) in itertools.product(layer_forms, expert_forms):
                 if (name := f"{outer}{inner}{ending}") in self._shapes:
                     (first, counts), (second, more) = in_layers, in_experts
                     self._check_counts(name, (*counts, *more))
                     return name, (*first, *second)
         raise CheckpointError(
-            f"'{self.folder}' has no tensor for the weight {weight}: neither '{stem}{layer}.{of_expert[0][0]}"
-            f"{endings[0]}' nor '{stem}{of_expert[-1][0]}{endings[0]}'. Take a checkpoint of the model in config.json."
+            f"'{self.folder}' has no tensor for the weight {weight}: neither '{stem}{layer}.{expert_forms[0][0]}"
+            f"{endings[0]}' nor '{stem}{expert_forms[-1][0]}{endings[0]}'. Take a checkpoint of the model in config.json."
         )
 
     def _check_counts(self, name: str, counts: tuple[int, ...]) -> None:

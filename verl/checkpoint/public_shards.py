@@ -23,7 +23,7 @@ from verl.checkpoint.states import State
 from verl.errors import CheckpointError
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
-_ONCE = "Set load_contents=[model,extra] to begin with new moments."
+_REMEDY = "Set load_contents=[model,extra] to begin with new moments."
 
 
 class _UnloadedObject:
@@ -119,7 +119,7 @@ def optimizer_rows(states: Sequence[State], shapes: Mapping[str, list[int]]) -> 
     groups = states[0]["param_groups"]
     count = sum(len(group["params"]) for group in groups)
     if len(groups) != 1:
-        raise CheckpointError(f"its optimizer has {len(groups)} groups of parameters, and one is read. {_ONCE}")
+        raise CheckpointError(f"its optimizer has {len(groups)} groups of parameters, and one is read. {_REMEDY}")
     if count == len(shapes):
         return [_moments(state["state"], shapes, rank) for rank, state in enumerate(states)]
     return [_flat_moments([state["state"] for state in states], shapes)]
@@ -189,7 +189,7 @@ def _moments(
             if part[1] != shapes[name]:
                 raise CheckpointError(
                     f"its moments '{key}' number {index} have shape {part[1]}, and '{name}' has "
-                    f"{shapes[name]}: they are kept in a way that is not read (use_orig_params?). {_ONCE}"
+                    f"{shapes[name]}: they are kept in a way that is not read (use_orig_params?). {_REMEDY}"
                 )
     return _rows(parts) | {"other": other}
 
@@ -204,7 +204,7 @@ def _flat_moments(states: Sequence[Mapping[int, Mapping[str, Any]]], shapes: Map
     if len(units) != len(states[0]):
         raise CheckpointError(
             f"its optimizer has {len(states[0])} flat parameters, and the model has {len(units)} units (decoder "
-            f"layers, and the rest). {_ONCE}"
+            f"layers, and the rest). {_REMEDY}"
         )
     sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     pieces: dict[str, tuple[list[Tensor], int]] = {}
@@ -218,16 +218,16 @@ def _flat_moments(states: Sequence[Mapping[int, Mapping[str, Any]]], shapes: Map
             total = sum(sizes[name] for name in names)
             # FSDP pads a flat parameter so that all ranks have equal parts of it.
             if {value.numel() for value in values} != {-(-total // len(values))}:
-                raise CheckpointError(f"its flat moments '{key}' number {index} do not fit {total} weights. {_ONCE}")
+                raise CheckpointError(f"its flat moments '{key}' number {index} do not fit {total} weights. {_REMEDY}")
             start = 0
             for name in names:
                 pieces[f"{name}/{key}"] = (values, start)
                 start += sizes[name]
-    whole = {name: shapes[name.rsplit("/", 1)[0]] for name in pieces}
+    full_shapes = {name: shapes[name.rsplit("/", 1)[0]] for name in pieces}
     return {
-        "tensors": _Unflattened(pieces, whole),
-        "shapes": whole,
-        "first_rows": dict.fromkeys(whole, 0),
+        "tensors": _Unflattened(pieces, full_shapes),
+        "shapes": full_shapes,
+        "first_rows": dict.fromkeys(full_shapes, 0),
         "other": other,
     }
 

@@ -239,8 +239,11 @@ class RemoteSteps:
         """The steps of another run must not go on from here, nor be hidden by newer ones."""
         if newest_here is None:
             return
-        ours, theirs = read_lineage(step_folder(self.root, newest_here), MANIFEST), read_lineage(fetched, MANIFEST)
-        if ours and theirs and not contains_step(theirs, newest_here, ours[-1][0]):
+        local_lineage, remote_lineage = (
+            read_lineage(step_folder(self.root, newest_here), MANIFEST),
+            read_lineage(fetched, MANIFEST),
+        )
+        if local_lineage and remote_lineage and not contains_step(remote_lineage, newest_here, local_lineage[-1][0]):
             raise CheckpointError(
                 f"{self.url} has steps of another run than {self.root}, where step {newest_here} is the last."
             )

@@ -71,8 +71,8 @@ class CheckpointPlan:
     @classmethod
     def from_ppo_config(cls, trainer: TrainerConfig) -> CheckpointPlan:
         """Create for a PPO run, which limits actor and critic checkpoints separately."""
-        one = 1 if trainer.remove_previous_ckpt_in_save else None
-        keep = {"actor": one or trainer.max_actor_ckpt_to_keep, "critic": one or trainer.max_critic_ckpt_to_keep}
+        single = 1 if trainer.remove_previous_ckpt_in_save else None
+        keep = {"actor": single or trainer.max_actor_ckpt_to_keep, "critic": single or trainer.max_critic_ckpt_to_keep}
         return cls.from_config(trainer, keep, trainer.del_local_ckpt_after_load)
 
 
@@ -102,8 +102,10 @@ class ResumeChoice:
         """
         mode = self._plan.resume_mode
         if mode == "disable":
-            if others := list(saved_steps(self._root).values()):
-                logger.warning("starting anew in a folder where another run saved: %s", ", ".join(map(str, others)))
+            if earlier_steps := list(saved_steps(self._root).values()):
+                logger.warning(
+                    "starting anew in a folder where another run saved: %s", ", ".join(map(str, earlier_steps))
+                )
             return None
         if mode == "resume_path" and is_remote(str(self._plan.resume_from_path)):
             parent, _, name = str(self._plan.resume_from_path).rstrip("/").rpartition("/")
@@ -140,21 +142,23 @@ class ResumeChoice:
         before = {step: path for step, path in saved.items() if latest is None or step <= latest}
         lineages = {step: of for step, path in before.items() if (of := read_lineage(path, STATE)) is not None}
         lineage = lineages[max(lineages)] if lineages else ()
-        others = [step for step, of in lineages.items() if not contains_step(lineage, step, of[-1][0])]
-        if others and latest not in lineages:
+        foreign_steps = [step for step, of in lineages.items() if not contains_step(lineage, step, of[-1][0])]
+        if foreign_steps and latest not in lineages:
             problems.append("steps of several runs lie there, and none of them is named as the latest")
             before = {}
-        ours = {step: path for step, path in before.items() if step not in others}
+        own_steps = {step: path for step, path in before.items() if step not in foreign_steps}
         return self.first_whole(
-            [ours[step] for step in sorted(ours, reverse=True)], problems, [saved[step].name for step in others]
+            [own_steps[step] for step in sorted(own_steps, reverse=True)],
+            problems,
+            [saved[step].name for step in foreign_steps],
         )
 
-    def first_whole(self, folders: Sequence[Path], problems: list[str], others: Sequence[str] = ()) -> Path:
+    def first_whole(self, folders: Sequence[Path], problems: list[str], foreign_steps: Sequence[str] = ()) -> Path:
         """The first intact one of ``folders``, which are ordered the best first.
 
-        ``problems`` are known problems of better checkpoints, ``others`` steps skipped because another run saved them.
+        ``problems`` are known problems of better checkpoints, ``foreign_steps`` those skipped because another run saved them.
         """
-        passed_over = f"{', '.join(others)}: saved by another run, passed over. " if others else ""
+        passed_over = f"{', '.join(foreign_steps)}: saved by another run, passed over. " if foreign_steps else ""
         for folder in folders:
             if problems and self._plan.on_damaged == "stop":
                 break

@@ -130,14 +130,14 @@ class TrainingState:
             CheckpointError: it is from another rank, another number of ranks, or another model.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        wanted = {kind: shard_file(kind, world_size, rank) for kind in KINDS}
-        if unknown := states.keys() - set(wanted.values()):
+        files = {kind: shard_file(kind, world_size, rank) for kind in KINDS}
+        if unknown := states.keys() - set(files.values()):
             raise CheckpointError(
                 f"rank {rank} of {world_size} cannot load the state {', '.join(sorted(unknown))}: a snapshot in "
                 "memory can only be loaded by the same rank of the same number of ranks. For another number of "
                 "ranks, resume from a checkpoint on disk."
             )
-        tensors = {kind: dict(states[file]) for kind, file in wanted.items() if file in states}
+        tensors = {kind: dict(states[file]) for kind, file in files.items() if file in states}
         if "model" in tensors:
             _load_rows(self.tensors, [tensors["model"]])
         if "optim" in tensors and self.optimizer is not None:
@@ -256,11 +256,11 @@ def _rows_of(tensors: Mapping[str, Tensor], copied: bool) -> dict[str, object]:
     }
 
 
-def drop_copies(shards: list[State], known: Set[str]) -> None:
-    """Remove tensors that are not in ``known`` and equal one that is: tied weights, which verl 0.8 saves twice."""
+def drop_copies(shards: list[State], names: Set[str]) -> None:
+    """Remove tensors that are not in ``names`` and equal one that is: tied weights, which verl 0.8 saves twice."""
     shapes = shards[0]["shapes"]
-    for name in [name for name in shapes if name not in known]:
-        alike = (other for other in shapes if other in known and shapes[other] == shapes[name])
+    for name in [name for name in shapes if name not in names]:
+        alike = (other for other in shapes if other in names and shapes[other] == shapes[name])
         if any(all(torch.equal(s["tensors"][name], s["tensors"][other]) for s in shards) for other in alike):
             for shard in shards:
                 for part in ("tensors", "shapes", "first_rows"):
@@ -333,8 +333,8 @@ def _public_rows(paths: list[Path], kind: str, states: list[State], trained: Set
         ]
     folder = paths[0].parent
     shapes = read_shards(folder, "model", len(states))[0]["shapes"]
-    wanted = {name: shape for name, shape in shapes.items() if name in trained}
-    return _converted(folder, lambda: optimizer_rows(states, wanted))
+    trained_shapes = {name: shape for name, shape in shapes.items() if name in trained}
+    return _converted(folder, lambda: optimizer_rows(states, trained_shapes))
 
 
 def _converted(path: Path, convert: Callable[[], T]) -> T:
@@ -423,25 +423,27 @@ def assemble(shards: list[State], name: str, start: int, stop: int, columns: sli
         if shard["shapes"].get(name) != shape:
             raise CheckpointError(f"the checkpoint's files disagree about the shape of '{name}'.")
         by_column[shard.get("first_columns", {}).get(name, 0)].append(shard)
-    wanted = range(shape[1] if len(shape) > 1 else 1)[columns or slice(None)]
+    column_range = range(shape[1] if len(shape) > 1 else 1)[columns or slice(None)]
     parts: list[tuple[int, int, Tensor]] = []
-    done = wanted.start
+    done = column_range.start
     for first, holders in sorted(by_column.items()):
         widths = {shard["tensors"][name].shape[1] if len(shape) > 1 else 1 for shard in holders}
         if len(widths) > 1:
             raise CheckpointError(f"the checkpoint's files disagree about the columns of '{name}' from {first} on.")
-        begin, end = max(first, done), min(first + widths.pop(), wanted.stop)
+        begin, end = max(first, done), min(first + widths.pop(), column_range.stop)
         if begin == done and end > begin:
             for row, rows in _rows_from(holders, name, start, stop):
                 parts.append((row, begin, rows[:, begin - first : end - first] if len(shape) > 1 else rows))
             done = end
-    if done < wanted.stop:
+    if done < column_range.stop:
         raise CheckpointError(f"the checkpoint's files hold columns up to {done} of '{name}', which has {shape[1]}.")
-    sizes = (stop - start, len(wanted), *shape[2:]) if len(shape) > 1 else (stop - start,)
+    sizes = (stop - start, len(column_range), *shape[2:]) if len(shape) > 1 else (stop - start,)
     result = torch.empty(sizes, dtype=shards[0]["tensors"][name].dtype)
     for row, begin, part in parts:
-        of_rows = result[row : row + part.shape[0]]
-        (of_rows.narrow(1, begin - wanted.start, part.shape[1]) if len(shape) > 1 else of_rows).copy_(part)
+        target_rows = result[row : row + part.shape[0]]
+        (target_rows.narrow(1, begin - column_range.start, part.shape[1]) if len(shape) > 1 else target_rows).copy_(
+            part
+        )
     return result
 
 

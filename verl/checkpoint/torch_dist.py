@@ -71,7 +71,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def __init__(self, file: io.BufferedReader) -> None:
         super().__init__(file)
-        self._made: dict[str, type[_Object]] = {}
+        self._classes: dict[str, type[_Object]] = {}
 
     def find_class(self, module_name: str, global_name: str, /) -> object:
         """Return what stands for a name in the pickle."""
@@ -82,7 +82,7 @@ class _IndexUnpickler(pickle.Unpickler):
             return dtype
         if name not in _CLASSES:
             raise pickle.UnpicklingError(f"it calls {name}, which no index of tensors contains")
-        return self._made.setdefault(name, type(global_name, (_Object,), {}))
+        return self._classes.setdefault(name, type(global_name, (_Object,), {}))
 
     def persistent_load(self, pid: object) -> object:
         """Refuse references to objects outside of the pickle."""
@@ -170,9 +170,9 @@ class TorchDistFiles:
         for box in self._boxes[name]:
             parts = overlap(box.start, box.size, start, size)
             if parts is not None:
-                theirs, mine = parts
-                result[mine] = self._read_box(name, box)[theirs]
-                missing[mine] = False
+                source_part, result_part = parts
+                result[result_part] = self._read_box(name, box)[source_part]
+                missing[result_part] = False
         if bool(missing.any()):
             raise CheckpointError(f"the files of '{self.folder}' do not contain all parts of '{name}'.")
         return result
@@ -202,4 +202,4 @@ class TorchDistFiles:
 
 
 def _are_sizes(numbers: Sequence[object]) -> bool:
-    return all(type(number) is int and number >= 0 for number in numbers)
+    return all(type(size) is int and size >= 0 for size in numbers)

@@ -20,7 +20,7 @@ from verl.trainer.config.generate import ENTRIES
 from verl.trainer.config.keys import leaves
 
 ABSENT = "(not set)"
-_TAKEN = (
+_SOURCES = (
     "Name a YAML file, a folder of Hydra (it has .hydra/config.yaml), a folder global_step_N of a run, its log of the "
     "tracker `file`, or a folder with one of these."
 )
@@ -34,7 +34,7 @@ def read_settings(name: str) -> dict[str, object]:
     """
     path = Path(name).expanduser()
     if not name or not path.exists():
-        raise ConfigError(f"there is no '{name}'. {_TAKEN}")
+        raise ConfigError(f"there is no '{name}'. {_SOURCES}")
     for file in _candidates(path):
         if not file.is_file():
             continue
@@ -44,7 +44,7 @@ def read_settings(name: str) -> dict[str, object]:
             raise ConfigError(f"{file} cannot be read as settings: {error}") from error
         if settings:  # checkpoints keep no empty sections
             return {key: value for key, value in flat(settings) if value != {}}
-    raise ConfigError(f"there are no settings in {name}. {_TAKEN}")
+    raise ConfigError(f"there are no settings in {name}. {_SOURCES}")
 
 
 def _candidates(path: Path) -> list[Path]:
@@ -87,38 +87,42 @@ def _mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, Mapping) else {}
 
 
-def differences(one: Mapping[str, object], other: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+def differences(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """Return key → the two values of settings that differ; a key that one lacks has ``(not set)`` there."""
-    pairs = {key: (one.get(key, ABSENT), other.get(key, ABSENT)) for key in sorted(one.keys() | other.keys())}
+    pairs = {key: (first.get(key, ABSENT), second.get(key, ABSENT)) for key in sorted(first.keys() | second.keys())}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def kinds(settings: Mapping[str, object]) -> list[str]:
     """Return the commands that could have run with settings: those that know most of their keys, none if none does."""
-    known = {
+    key_counts = {
         name: len(leaves(entry.root).keys() & settings.keys())
         for entry in ENTRIES
         for name in [COMMAND_OF_CONFIGURATION[entry.name]]
     }
-    most = max(known.values())
-    return [name for name, count in known.items() if count == most > 0]
+    most = max(key_counts.values())
+    return [name for name, count in key_counts.items() if count == most > 0]
 
 
-def describe_kinds(one: list[str], other: list[str], name: str, other_name: str) -> Text | None:
+def describe_kinds(first_kinds: list[str], second_kinds: list[str], first_name: str, second_name: str) -> Text | None:
     """Say that two runs are of different kinds; None if they may be of one."""
-    if not one or not other or {*one} & {*other}:
+    if not first_kinds or not second_kinds or {*first_kinds} & {*second_kinds}:
         return None
     return Text(
-        f"The runs are of different kinds: {name} has settings of {' or '.join(one)}, {other_name} of "
-        f"{' or '.join(other)}. Of the keys that both have these differ:"
+        f"The runs are of different kinds: {first_name} has settings of {' or '.join(first_kinds)}, {second_name} of "
+        f"{' or '.join(second_kinds)}. Of the keys that both have these differ:"
     )
 
 
-def differences_table(differences: Mapping[str, tuple[object, object]], one: str, other: str) -> Table | Text:
+def differences_table(
+    differences: Mapping[str, tuple[object, object]], first_name: str, second_name: str
+) -> Table | Text:
     """Make a table of differences."""
     if not differences:
         return Text("The settings are the same.")
-    columns = [Column(name, overflow="fold") for name in ("key", one, other)]  # a cut key could not be copied
+    columns = [
+        Column(name, overflow="fold") for name in ("key", first_name, second_name)
+    ]  # a cut key could not be copied
     table = Table(*columns, box=None)
     for key, (left, right) in differences.items():
         table.add_row(Text(key, style="bold"), Text(shown(left)), Text(shown(right)))

@@ -97,9 +97,9 @@ _ENGINES = (
 def findings_table(findings: list[Finding]) -> Table:
     """Make a table with a line per finding."""
     table = Table("", "verdict", "found", "remedy", box=None)
-    for one in findings:
-        verdict = Text(one.verdict, style=STYLES[one.verdict])
-        table.add_row(Text(one.name, style="bold"), verdict, Text(one.found), Text(one.remedy))
+    for finding in findings:
+        verdict = Text(finding.verdict, style=STYLES[finding.verdict])
+        table.add_row(Text(finding.name, style="bold"), verdict, Text(finding.found), Text(finding.remedy))
     return table
 
 
@@ -186,9 +186,9 @@ def _ran(name: str, program: str, version: str, remedy: str) -> Finding:
             return Finding(name, "warn", f"no end after {SECONDS} s", remedy)
     if done.returncode == 0:
         return Finding(name, "ok", version)
-    said = done.stderr.strip().splitlines()
-    errors = [line for line in said if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    return Finding(name, "warn", [f"ended with code {done.returncode}", *said[:1], *errors][-1], remedy)
+    error_lines = done.stderr.strip().splitlines()
+    errors = [line for line in error_lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return Finding(name, "warn", [f"ended with code {done.returncode}", *error_lines[:1], *errors][-1], remedy)
 
 
 def _optional(name: str, distribution: str, remedy: str) -> Finding:
@@ -228,10 +228,10 @@ def _limits() -> Iterator[Finding]:
         yield _limit("locked memory", resource.RLIMIT_MEMLOCK, resource.RLIM_INFINITY, "ulimit -l unlimited")
 
 
-def _limit(name: str, kind: int, wanted: int, command: str) -> Finding:
+def _limit(name: str, kind: int, needed: int, command: str) -> Finding:
     """Compare a limit of this process with what is wanted; the process may raise it up to the hard limit."""
-    soft, hard = (math.inf if one == resource.RLIM_INFINITY else one for one in resource.getrlimit(kind))
-    least = math.inf if wanted == resource.RLIM_INFINITY else wanted
+    soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(kind))
+    least = math.inf if needed == resource.RLIM_INFINITY else needed
     text = "no limit" if soft == math.inf else f"{soft:,}"
     if soft >= least:
         return Finding(name, "ok", text)
@@ -239,11 +239,11 @@ def _limit(name: str, kind: int, wanted: int, command: str) -> Finding:
     return Finding(name, "warn", text, remedy)
 
 
-def _enough(name: str, available: int, wanted: int, remedy: str) -> Finding:
+def _enough(name: str, available: int, needed: int, remedy: str) -> Finding:
     text = f"{available / 2**30:,.1f} GiB"
-    if available >= wanted:
+    if available >= needed:
         return Finding(name, "ok", text)
-    return Finding(name, "warn", f"{text}; runs of usual size want {wanted / 2**30:,.0f} GiB", remedy)
+    return Finding(name, "warn", f"{text}; runs of usual size want {needed / 2**30:,.0f} GiB", remedy)
 
 
 def _output(command: list[str]) -> str:

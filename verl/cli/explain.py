@@ -97,8 +97,8 @@ def explanation(word: str) -> tuple[RenderableType, bool]:
     parts: list[RenderableType] = [Text(line) for line in other_keys(word)]
     matches = matching(word, settings)
     if not matches and (other := other_name(word)):
-        ours = " ".join(other[1].keys).split()
-        matches = [setting for setting in settings if setting.path in ours]
+        keys = " ".join(other[1].keys).split()
+        matches = [setting for setting in settings if setting.path in keys]
     if not matches and not parts:
         return Text(f"No setting is called '{word}'. {_guesses(word, settings)}"), False
     if len({setting.path for setting in matches}) == 1:
@@ -129,7 +129,7 @@ def follows_from(path: str, settings: list[Setting]) -> list[str]:
     """Return the settings whose default or value is taken from the one at ``path``."""
     followers = [setting.path for setting in settings if f"${{{path}}}" in setting.default or setting.source == path]
     followers += [derived for derived, source in FORWARD_PASSES if source == path]
-    followers += [two if one == path else one for one, two in PAIRS if path in (one, two)]
+    followers += [second if first == path else first for first, second in PAIRS if path in (first, second)]
     return list(dict.fromkeys(followers))
 
 
@@ -138,7 +138,9 @@ def keys_of_other_sections(setting: Setting, settings: list[Setting]) -> list[st
     if setting.is_section or "." not in setting.path:
         return []
     end = ".".join(setting.path.split(".")[-2:])
-    alike = [one.path for one in _by_path(settings) if f".{one.path}".endswith(f".{end}") and not one.is_section]
+    alike = [
+        other.path for other in _by_path(settings) if f".{other.path}".endswith(f".{end}") and not other.is_section
+    ]
     return [path for path in alike if path != setting.path][:MAX_GUESSES]
 
 
@@ -162,7 +164,7 @@ def read_at(path: str, alone: bool = True) -> list[str]:
         if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load)
     }
     lines = [file_and_line for file_and_line, owner in reads.items() if owner == section]
-    if not lines and alone and [one.path.rpartition(".")[2] for one in _by_path(all_settings())].count(name) == 1:
+    if not lines and alone and [other.path.rpartition(".")[2] for other in _by_path(all_settings())].count(name) == 1:
         lines = [file_and_line for file_and_line, owner in reads.items() if owner != "self"]
     return [f"{file.relative_to(root.parent)}:{line}" for file, line in sorted(lines)]
 
@@ -198,8 +200,8 @@ def _page(setting: Setting, settings: list[Setting]) -> RenderableType:
     followers = follows_from(setting.path, settings)
     if followers:
         rows.add_row("  followed by", Text("\n".join(followers)))
-    if others := [path for path in keys_of_other_sections(setting, settings) if path not in followers]:
-        rows.add_row("  see also", Text("\n".join(others)))
+    if see_also := [path for path in keys_of_other_sections(setting, settings) if path not in followers]:
+        rows.add_row("  see also", Text("\n".join(see_also)))
     lines = [] if setting.is_section else read_at(setting.path, alone=not followers)
     if lines:
         rest = f"\n… and {len(lines) - MAX_LINES} more" if len(lines) > MAX_LINES else ""

@@ -127,10 +127,10 @@ def quickstart(algorithm: str, seed: int, output_dir: Path, warm_up_steps: int |
 
 
 @cli.command("diff")
-@click.argument("one")
-@click.argument("other")
+@click.argument("first", metavar="ONE")
+@click.argument("second", metavar="OTHER")
 @click.option("--json", "as_json", is_flag=True, help="write {key: [value in A, value in B]}")
-def diff_command(one: str, other: str, as_json: bool) -> None:
+def diff_command(first: str, second: str, as_json: bool) -> None:
     """Compare the settings of two runs or files.
 
     ONE and OTHER are YAML files, folders that Hydra wrote, checkpoints (global_step_N), logs of the tracker `file` or
@@ -140,16 +140,16 @@ def diff_command(one: str, other: str, as_json: bool) -> None:
     from verl.cli.differences import ABSENT, describe_kinds, differences, differences_table, kinds, read_settings
     from verl.utils.console import console
 
-    left, right = read_settings(one), read_settings(other)
+    left, right = read_settings(first), read_settings(second)
     changes = differences(left, right)
     if as_json:
         click.echo(json.dumps(changes, indent=2, default=str))
-    elif kinds_text := describe_kinds(kinds(left), kinds(right), one, other):
+    elif kinds_text := describe_kinds(kinds(left), kinds(right), first, second):
         console().print(kinds_text)
         common = {key: pair for key, pair in changes.items() if ABSENT not in pair}
-        console().print(differences_table(common, one, other))
+        console().print(differences_table(common, first, second))
     else:
-        console().print(differences_table(changes, one, other))
+        console().print(differences_table(changes, first, second))
     sys.exit(1 if changes else 0)
 
 

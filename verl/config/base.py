@@ -95,8 +95,8 @@ class _SectionType(ABCMeta):
                 values = {cls.key_of_field.get(name, name): value for name, value in values.items()}
                 for name in [name for name, value in values.items() if value is None and _null_is_default(cls, name)]:
                     del values[name]
-                if others := values.keys() - fields.keys():
-                    _take_inactive(cls, values, others)
+                if other_names := values.keys() - fields.keys():
+                    _take_inactive(cls, values, other_names)
                 for name in values.keys() & fields.keys():
                     below, named = section_of(fields[name]), named_section_of(fields[name])
                     if named is not None and type(values[name]) is dict:
@@ -116,8 +116,11 @@ class _SectionType(ABCMeta):
         except ValidationError as error:
             details = error.errors()
             # A factory is not called when another field, which it reads, has failed.
-            of_users = [one for one in details if one["type"] != "default_factory_not_called"]
-            cause = (f"{'.'.join(map(str, one['loc']))}={one['input']!r:.80}: {one['msg']}" for one in of_users)
+            user_errors = [detail for detail in details if detail["type"] != "default_factory_not_called"]
+            cause = (
+                f"{'.'.join(map(str, detail['loc']))}={detail['input']!r:.80}: {detail['msg']}"
+                for detail in user_errors
+            )
             raise SectionError(f"{cls.__name__} cannot be made: {'; '.join(cause)}.", details) from error
 
 
@@ -135,15 +138,15 @@ def _null_is_default(cls: type[BaseConfig], name: str) -> bool:
     return field.annotation is section_of(field) or any(keys.get(name, ANY) is None for keys in stated)
 
 
-def _take_inactive(cls: type[BaseConfig], values: dict[str, object], others: Collection[str]) -> None:
+def _take_inactive(cls: type[BaseConfig], values: dict[str, object], names: Collection[str]) -> None:
     """Take ``others``, keywords that are no fields, out of ``values``, and refuse those that would have an effect."""
     table = [group for base in cls.__mro__ for part in (KEYWORDS, INACTIVE) for group in part.get(base, ())]
-    for name in sorted(others):
+    for name in sorted(names):
         groups = [group for group in table if any(key.split(".")[0] == name for key in group.keys)]
         if not groups:
-            known = [*config_fields(cls), *(key for group in table for key in group.keys if "." not in key)]
+            allowed = [*config_fields(cls), *(key for group in table for key in group.keys if "." not in key)]
             raise SectionError(
-                f"{cls.__name__} has no '{name}'.{suggest(name, known)} It has {', '.join(sorted(known))}."
+                f"{cls.__name__} has no '{name}'.{suggest(name, allowed)} It has {', '.join(sorted(allowed))}."
             )
         value, group = values.pop(name), groups[0]
         default = group.keys.get(name)
@@ -198,11 +201,11 @@ class BaseConfig(Mapping[str, Any], metaclass=_SectionType):
         if isinstance(values, cls):
             return values
         fields = config_fields(cls)
-        known = {name: _of_type(fields[name], values[name]) for name in values if name in fields}
-        others = sorted(map(str, set(values) - set(known)))
-        if others and not isinstance(values, DictConfig):
-            logger.warning("%s has no %s; what these keys say has no effect", cls.__name__, ", ".join(others))
-        return cls(**known)
+        field_values = {name: _of_type(fields[name], values[name]) for name in values if name in fields}
+        other_keys = sorted(map(str, set(values) - set(field_values)))
+        if other_keys and not isinstance(values, DictConfig):
+            logger.warning("%s has no %s; what these keys say has no effect", cls.__name__, ", ".join(other_keys))
+        return cls(**field_values)
 
     if not TYPE_CHECKING:  # otherwise type checkers would accept misspelled names, and assignments
         # Not by frozen dataclasses, which plain ones cannot extend.
@@ -318,27 +321,34 @@ def defaults_of(cls: type[SectionT], **changes: object) -> SectionT:
         )
     if changes:
         raise TypeError(f"{cls.__name__} has no {', '.join(changes)}")
-    made = cls.__new__(cls)
+    instance = cls.__new__(cls)
     field_of_key = {key: name for name, key in cls.key_of_field.items()}
-    vars(made).update({field_of_key.get(key, key): value for key, value in values.items()})
-    return made
+    vars(instance).update({field_of_key.get(key, key): value for key, value in values.items()})
+    return instance
 
 
 @dataclass_transform(kw_only_default=True)
 def section(cls: type[T]) -> type[T]:
     """Turn a class into a frozen, keyword-only, validated dataclass that refuses unknown fields."""
     is_ours = _is_ours(cls)
-    made: Any = pydantic_dataclass(eq=False, kw_only=True, repr=False, config=_OUR_RULES if is_ours else _RULES)(cls)
-    if not made.__pydantic_complete__ and not is_ours:  # it names classes of the function in which it is defined
-        rebuild_dataclass(made, raise_errors=False, _parent_namespace_depth=3)
-    aliases = {name: field.alias for name, field in made.__pydantic_fields__.items() if field.alias}
+    dataclass_type: Any = pydantic_dataclass(
+        eq=False, kw_only=True, repr=False, config=_OUR_RULES if is_ours else _RULES
+    )(cls)
+    if (
+        not dataclass_type.__pydantic_complete__ and not is_ours
+    ):  # it names classes of the function in which it is defined
+        rebuild_dataclass(dataclass_type, raise_errors=False, _parent_namespace_depth=3)
+    aliases = {name: field.alias for name, field in dataclass_type.__pydantic_fields__.items() if field.alias}
     if aliases:
-        made.key_of_field = aliases
+        dataclass_type.key_of_field = aliases
         for name, key in aliases.items():
-            setattr(made, key, property(operator.attrgetter(name)))
-    if "__eq__" not in vars(made):
-        made.__eq__, made.__hash__ = _equal, _hashed  # the decorator's would be compiled for each section
-    return made
+            setattr(dataclass_type, key, property(operator.attrgetter(name)))
+    if "__eq__" not in vars(dataclass_type):
+        dataclass_type.__eq__, dataclass_type.__hash__ = (
+            _equal,
+            _hashed,
+        )  # the decorator's would be compiled for each section
+    return dataclass_type
 
 
 def _extended_by_dataclass(cls: type) -> bool:
@@ -464,12 +474,12 @@ def _sentences(module: str) -> dict[tuple[str, str], str]:
     sentences: dict[tuple[str, str], str] = {}
 
     def read(body: list[ast.stmt], prefix: str) -> None:
-        for one, after in itertools.pairwise([*body, ast.Pass()]):
-            match one, after:
+        for statement, after in itertools.pairwise([*body, ast.Pass()]):
+            match statement, after:
                 case ast.ClassDef(name=name), _:
-                    read(one.body, f"{prefix}{name}.")
+                    read(statement.body, f"{prefix}{name}.")
                 case ast.FunctionDef(name=name), _:
-                    read(one.body, f"{prefix}{name}.<locals>.")
+                    read(statement.body, f"{prefix}{name}.<locals>.")
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(sentence))):
                     key = name[:-1] if keyword.iskeyword(name[:-1]) else name
                     sentences[prefix.removesuffix("."), key] = " ".join(sentence.split())

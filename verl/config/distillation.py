@@ -267,7 +267,7 @@ class DistillationConfig(BaseConfig):
         Of a policy that teaches itself it is that one, without a model.
         """
         if self.is_self_distillation:
-            return _one_teacher() | {name: one for name, one in self.teacher_models.items() if name == UNNAMED}
+            return _one_teacher() | {name: teacher for name, teacher in self.teacher_models.items() if name == UNNAMED}
         named = {name: teacher for name, teacher in self.teacher_models.items() if name != UNNAMED}
         unnamed = self.teacher_models.get(UNNAMED)
         if named and (unnamed is None or unnamed.model_path is None):
@@ -296,13 +296,13 @@ class DistillationConfig(BaseConfig):
 
     def problems(self, path: str) -> Iterator[Problem]:
         """Each teacher has a model, and each of several a key of its own."""
-        of_itself = self.self_distillation.enabled
+        is_self_taught = self.self_distillation.enabled
         if not self.enabled:
-            if of_itself:
+            if is_self_taught:
                 remedy = f"set {path}.enabled=true too"
                 yield Problem(f"{path}.self_distillation.enabled", True, f"{path}.enabled is false", remedy=remedy)
             return
-        if of_itself:
+        if is_self_taught:
             yield from self._problems_of_itself(path)
             return
         if self.nnodes > 0 and self.n_gpus_per_node == 0:

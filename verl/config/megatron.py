@@ -196,8 +196,8 @@ def with_own_files(placement: FSDPEngineConfig | McoreEngineConfig) -> FSDPEngin
 def ranks_per_copy(placement: FSDPEngineConfig | McoreEngineConfig) -> int:
     """Return the number of ranks that compute the same rows."""
     if isinstance(placement, McoreEngineConfig):
-        of_one_layer = placement.tensor_model_parallel_size * placement.context_parallel_size
-        return of_one_layer * placement.pipeline_model_parallel_size
+        ranks_per_layer = placement.tensor_model_parallel_size * placement.context_parallel_size
+        return ranks_per_layer * placement.pipeline_model_parallel_size
     return placement.ulysses_sequence_parallel_size * placement.tensor_parallel_size
 
 

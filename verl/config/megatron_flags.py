@@ -117,7 +117,7 @@ IDLE: Mapping[str, str] = {
 }
 """Fields of speed and memory of parts that are replaced here, and why they have no effect."""
 
-_OF_THE_MODEL = (
+_MODEL_FIELDS = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
     *("softmax_scale", "softmax_type", "hidden_dropout", "attention_dropout", "fp32_residual_connection"),
     *("apply_residual_connection_post_layernorm", "layernorm_epsilon", "layernorm_zero_centered_gamma"),
@@ -150,8 +150,8 @@ _BY_TRANSFORMER_ENGINE = (
     *("min_offloaded_tensor_size", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "cuda_graph_scope"),
     *("cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph", "cuda_graph_warmup_steps"),
 )
-_OF_MULTI_TOKEN_PREDICTION = ("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_standalone")
-_OF_THE_ENGINE = (
+_PREDICTION_FIELDS = ("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_standalone")
+_ENGINE_FIELDS = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("sequence_parallel", "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
     *("params_dtype", "pipeline_dtype", "bf16", "fp16", "enable_autocast", "autocast_dtype"),
@@ -161,7 +161,7 @@ _OF_THE_ENGINE = (
 )
 _REFUSED: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(
-        _OF_THE_MODEL,
+        _MODEL_FIELDS,
         (
             "it changes the model, which is built as its Hugging Face config says",
             "leave it out; model.override_config changes entries of that config",
@@ -172,14 +172,14 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
         ("it needs the layers of TransformerEngine, which are not used here", "leave it out"),
     ),
     **dict.fromkeys(
-        _OF_MULTI_TOKEN_PREDICTION,
+        _PREDICTION_FIELDS,
         (
             "the model's config says how many heads of multi-token prediction it has",
             "leave it out, and set actor_rollout_ref.model.mtp (mtp_loss_scaling_factor, enable_train ...)",
         ),
     ),
     **dict.fromkeys(
-        _OF_THE_ENGINE,
+        _ENGINE_FIELDS,
         ("verl sets this field itself, from the keys of the section `megatron`", "leave it out, and set those keys"),
     ),
 }
@@ -193,7 +193,7 @@ def flag_problems(override: Mapping[str, object], path: str) -> Iterator[Problem
         override: the entries.
         path: key of the section that has them.
     """
-    known = [*RECOMPUTE, *PIPELINE_LAYOUT, *PASSED, *ROUTERS]
+    fields = [*RECOMPUTE, *PIPELINE_LAYOUT, *PASSED, *ROUTERS]
     for name, value in override.items():
         if name in _REFUSED:
             cause, remedy = _REFUSED[name]
@@ -201,13 +201,13 @@ def flag_problems(override: Mapping[str, object], path: str) -> Iterator[Problem
         elif name in PASSED:
             allowed = PASSED[name]
             if value is not None and not _is_allowed(value, allowed):
-                values = allowed if isinstance(allowed, str) else ", ".join(str(one).lower() for one in allowed)
+                values = allowed if isinstance(allowed, str) else ", ".join(str(option).lower() for option in allowed)
                 yield Problem(f"{path}.{name}", value, "this value cannot be used here", f"{values}, null")
-        elif name not in known and name not in IDLE:
-            near = difflib.get_close_matches(name, [*known, *IDLE, *_REFUSED], n=1, cutoff=0.6)
+        elif name not in fields and name not in IDLE:
+            near = difflib.get_close_matches(name, [*fields, *IDLE, *_REFUSED], n=1, cutoff=0.6)
             remedy = f"did you mean {near[0]}?" if near else "remove it"
             yield Problem(
-                f"{path}.{name}", value, "megatron-core's model config has no such field", ", ".join(known), remedy
+                f"{path}.{name}", value, "megatron-core's model config has no such field", ", ".join(fields), remedy
             )
     yield from _router_problems(override, path)
     if override.get("moe_enable_deepep") and override.get("moe_token_dispatcher_type") != "flex":
@@ -236,4 +236,4 @@ def _router_problems(override: Mapping[str, object], path: str) -> Iterator[Prob
 def _is_allowed(value: object, allowed: tuple[object, ...] | str) -> bool:
     if isinstance(allowed, str):
         return isinstance(value, int) and not isinstance(value, bool) and value > 0
-    return any(type(one) is type(value) and one == value for one in allowed)
+    return any(type(option) is type(value) and option == value for option in allowed)

@@ -95,8 +95,8 @@ class TrainedModelConfig(PretrainedModelConfig):
 
     def problems(self, path: str) -> Iterator[Problem]:
         """Layers are chosen by expressions that can be read."""
-        chosen = {"target_modules": self.target_modules, "exclude_modules": self.exclude_modules}
-        yield from pattern_problems(path, chosen)
+        patterns = {"target_modules": self.target_modules, "exclude_modules": self.exclude_modules}
+        yield from pattern_problems(path, patterns)
 
 
 @section
@@ -251,8 +251,8 @@ class OptimizerConfig(BaseConfig):
 
 MomentDType = Literal["fp32", "bf16"]
 _WITH_ADAMS_MOMENTS = ("AdamW", "Adam", "Muon")
-_OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn", "adamw")
-_OF_ITS_ADAMW = ("lr", "weight_decay", "eps")
+_MUON_SETTINGS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn", "adamw")
+_ADAMW_SETTINGS = ("lr", "weight_decay", "eps")
 _RATES_OF_MUON = ("match_rms_adamw", "original")
 
 
@@ -297,10 +297,10 @@ class FSDPOptimizerConfig(OptimizerConfig):
         if not self.is_muon:
             return
         settings = self.override_optimizer_config or {}
-        of_adamw = settings.get("adamw", {})
+        adamw_settings = settings.get("adamw", {})
         sections: list[tuple[str, object, tuple[str, ...]]] = [
-            (f"{path}.override_optimizer_config", settings, _OF_MUON),
-            (f"{path}.override_optimizer_config.adamw", of_adamw, _OF_ITS_ADAMW),
+            (f"{path}.override_optimizer_config", settings, _MUON_SETTINGS),
+            (f"{path}.override_optimizer_config.adamw", adamw_settings, _ADAMW_SETTINGS),
         ]
         for key, entries, allowed in sections:
             if not isinstance(entries, Mapping):

@@ -16,7 +16,7 @@ _FIRST, _LAST, _EMBEDDING, _LOSS, _LAYOUT = PIPELINE_LAYOUT
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
 _GROUP_SIZE = "microbatch_group_size_per_vp_stage"
 _GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
-_ONE = re.compile(r"([EtmL|])\*(\d+)")
+_REPETITION = re.compile(r"([EtmL|])\*(\d+)")
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
@@ -28,7 +28,7 @@ def layout_of_chunks(layout: object) -> list[str] | None:
     """
     if isinstance(layout, str):
         text = layout.replace(",", "").replace(" ", "")
-        for pattern in (_GROUP, _ONE):
+        for pattern in (_GROUP, _REPETITION):
             text = pattern.sub(lambda match: match[1] * int(match[2]), text)
         return text.split("|") if re.fullmatch(r"[EtmL|]+", text) else None
     if not isinstance(layout, Sequence) or not all(isinstance(chunk, Sequence) for chunk in layout):
@@ -63,11 +63,11 @@ def layers_of_chunks(override: Mapping[str, object], stages: int, virtual: int |
     rest = layers - (first or 0) - (last or 0) + sum(extra)
     if rest < 0 or (rest and not middle) or (middle and (rest % middle or not rest)):
         return None
-    of_stages = [rest // middle] * middle if middle else []
-    of_stages = [*([] if first is None else [first]), *of_stages, *([] if last is None else [last])]
-    if any(count % pieces for count in of_stages):
+    stage_layers = [rest // middle] * middle if middle else []
+    stage_layers = [*([] if first is None else [first]), *stage_layers, *([] if last is None else [last])]
+    if any(count % pieces for count in stage_layers):
         return None
-    counts = [count // pieces for count in of_stages] * pieces
+    counts = [count // pieces for count in stage_layers] * pieces
     counts[0] -= extra[0]
     counts[-1] -= extra[1]
     return counts if min(counts) >= 0 else None

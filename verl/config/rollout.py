@@ -256,8 +256,8 @@ class RolloutConfig(BaseConfig):
     @property
     def ranks_per_engine(self) -> int:
         """Ranks that share one engine."""
-        of_copy = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
-        return of_copy * self.data_parallel_size if self.shares_experts else of_copy
+        ranks_per_copy = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        return ranks_per_copy * self.data_parallel_size if self.shares_experts else ranks_per_copy
 
     @property
     def shares_experts(self) -> bool:

@@ -80,9 +80,9 @@ class SFTConfig(SupervisedConfig):
     @property
     def teacher_model(self) -> HFModelConfig:
         """The teacher's model, loaded as the trained one but for its files, their changes and adapters."""
-        of_model = {"lora_rank": 0, "lora_adapter_path": None, "hf_config_path": None, "tokenizer_path": None}
+        changes = {"lora_rank": 0, "lora_adapter_path": None, "hf_config_path": None, "tokenizer_path": None}
         path = self.distillation.model_path or self.model.path
-        return replace(self.model, path=path, override_config={}, **of_model)
+        return replace(self.model, path=path, override_config={}, **changes)
 
     @property
     def teacher_engine(self) -> FSDPEngineConfig | McoreEngineConfig:

@@ -42,7 +42,7 @@ from verl.workers.forward_check import is_rounding, largest_difference
 
 logger = logging.getLogger(__name__)
 
-_OF_HEAD = "eh_proj.weight"
+_HEAD_PROJECTION = "eh_proj.weight"
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")  # in names of weights that Transformers 4 kept apart for each expert
 
 # Ending of an architecture's name: the class of Transformers that loads it.
@@ -188,8 +188,8 @@ def _without_heads(weights: LazyWeights) -> tuple[LazyWeights, LazyWeights]:
     """
     names = head_weights(weights)
     sources = {name: name for name in names}
-    for projection in [name for name in names if name.endswith(_OF_HEAD)]:
-        prefix = projection.removesuffix(_OF_HEAD)
+    for projection in [name for name in names if name.endswith(_HEAD_PROJECTION)]:
+        prefix = projection.removesuffix(_HEAD_PROJECTION)
         sources |= {f"{prefix}{copy}": name for name, copy in SHARED_WITH_HEADS.items() if name in weights}
     shapes = {name: weights.shapes[source] for name, source in sources.items()}
     heads = LazyWeights(lambda name: weights[sources[name]].clone(), shapes)

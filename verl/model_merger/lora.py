@@ -86,8 +86,8 @@ class Adapted:
     ) -> None:
         named = base_model or base_named_in(folder)
         kind: ModelType = "language_model"
-        for ending, of_ending in _TYPES.items():
-            kind = of_ending if architecture.endswith(ending) else kind
+        for ending, ending_type in _TYPES.items():
+            kind = ending_type if architecture.endswith(ending) else kind
         try:
             path = copy_to_local(named)
             config = HFModelConfig(
@@ -130,7 +130,7 @@ class Adapted:
             if name in buffers:
                 return self._base.weight(name)
             weight = self._base.weight(name).to(self.dtype)
-            (tensor,) = (one for _, one in merged(with_adapters([(name, weight)], adapters, targets), targets))
+            (tensor,) = (weight for _, weight in merged(with_adapters([(name, weight)], adapters, targets), targets))
             return tensor.to(self.dtype)
 
         return LazyWeights(read, names)

@@ -90,13 +90,13 @@ class Tracking:
         require_trackers(names)
         self.run = (project_name, experiment_name)
         settings = without_secrets(config or {})
-        known = secrets_in(config or {})
+        secrets = secrets_in(config or {})
         self.trackers: dict[str, Tracker] = {}
         self._health: dict[str, _Health] = {}
         self._ignored: set[str] = set()
 
         def start(name: str) -> None:
-            with _masked_command_line(known), _going_on(name, (run_ids or {}).get(name)):
+            with _masked_command_line(secrets), _going_on(name, (run_ids or {}).get(name)):
                 tracker = _start(name, project_name, experiment_name, settings)
             self.trackers[name] = tracker
             if resumed_after:
@@ -154,8 +154,8 @@ class Tracking:
         backend: Names | None = None,
     ) -> None:
         """Record a table in the trackers that support tables; ``step`` and ``backend`` as in :meth:`log`."""
-        for chosen in self._chosen(backend):
-            self._call(chosen, lambda tracker: tracker.log_table(name, columns, rows, step))
+        for tracker_name in self._chosen(backend):
+            self._call(tracker_name, lambda tracker: tracker.log_table(name, columns, rows, step))
 
     @property
     def takes_pages(self) -> bool:
@@ -164,9 +164,9 @@ class Tracking:
 
     def log_page(self, name: str, page: TokenPage, step: int) -> None:
         """Record a page of tokens of a step in the trackers that take pages."""
-        for chosen in self._health:
-            if TRACKERS.get(chosen).log_page is not Tracker.log_page:
-                self._call(chosen, lambda tracker: tracker.log_page(name, page, step))
+        for tracker_name in self._health:
+            if TRACKERS.get(tracker_name).log_page is not Tracker.log_page:
+                self._call(tracker_name, lambda tracker: tracker.log_page(name, page, step))
 
     def log_checkpoint(self, step: int, folder: Path) -> None:
         """Give a checkpoint to the trackers that keep files; returns when they have it, or a copy of it."""
@@ -330,7 +330,8 @@ class ValidationGenerationsLogger:
         """
         parts = ("input", "output", "score")
         records: list[Mapping[str, object]] = [
-            one if isinstance(one, Mapping) else dict[str, object](zip(parts, one, strict=True)) for one in samples
+            sample if isinstance(sample, Mapping) else dict[str, object](zip(parts, sample, strict=True))
+            for sample in samples
         ]
         columns = [name for name in ("input", "output", "gts", "score") if any(name in record for record in records)]
         rows = [[step, *(record.get(name, "") for name in columns)] for record in records]
@@ -369,10 +370,10 @@ def to_number(value: object) -> int | float | None:
 
 
 @contextlib.contextmanager
-def _masked_command_line(known: list[str]) -> Iterator[None]:
+def _masked_command_line(secrets: list[str]) -> Iterator[None]:
     """Mask secrets in ``sys.argv`` and ``sys.orig_argv``, which clients and logs record when they start."""
     arguments, typed = sys.argv, sys.orig_argv
-    sys.argv, sys.orig_argv = ([redacted(argument, known) for argument in words] for words in (arguments, typed))
+    sys.argv, sys.orig_argv = ([redacted(argument, secrets) for argument in words] for words in (arguments, typed))
     try:
         yield
     finally:
@@ -382,13 +383,13 @@ def _masked_command_line(known: list[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _going_on(name: str, run_id: str | None) -> Iterator[None]:
     """Set the environment variables with which a tracker continues a run, unless the user has set one of them."""
-    wanted = {} if run_id is None else TRACKERS.get(name).variables_of_run(run_id)
-    ours = {} if any(key in os.environ for key in wanted) else wanted
-    os.environ.update(ours)
+    run_variables = {} if run_id is None else TRACKERS.get(name).variables_of_run(run_id)
+    added_variables = {} if any(key in os.environ for key in run_variables) else run_variables
+    os.environ.update(added_variables)
     try:
         yield
     finally:
-        for key in ours:
+        for key in added_variables:
             os.environ.pop(key, None)
 
 

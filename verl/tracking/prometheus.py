@@ -141,11 +141,11 @@ class MetricsServer(Collector):
         """``critic/score/mean`` → ``verl_critic_score_mean``; of two that would be the same the later gets ``_2``."""
         if name not in self._names:
             plain = re.sub(r"[^a-zA-Z0-9]+", "_", name.replace("@", "_at_")).strip("_")
-            wanted = gauge = f"verl_{plain}"
-            taken, count = {*self._names.values(), *_OWN}, 1
-            while gauge in taken:
+            base_name = gauge = f"verl_{plain}"
+            used_names, count = {*self._names.values(), *_RESERVED_NAMES}, 1
+            while gauge in used_names:
                 count += 1
-                gauge = f"{wanted}_{count}"
+                gauge = f"{base_name}_{count}"
             self._names[name] = gauge
         return self._names[name]
 
@@ -175,7 +175,7 @@ _ENGINE_COUNTERS = {
     "preemptions": "Interruptions of requests for want of memory.",
 }
 """Fields of an engine's state, and what they are."""
-_OWN = (
+_RESERVED_NAMES = (
     *("verl_run_info", "verl_step", "verl_steps", "verl_step_timestamp_seconds", "verl_stage"),
     *(f"verl_engine_{name}" for name in _ENGINE_GAUGES),
     *(f"verl_engine_{name}_total" for name in _ENGINE_COUNTERS),

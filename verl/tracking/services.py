@@ -91,9 +91,9 @@ class MlflowTracker(Tracker):
         self._mlflow.set_experiment(project_name)
         self._run = self._mlflow.start_run(run_name=experiment_name)
         self.run_id = self._run.info.run_id
-        known = self._run.data.params  # a continued run has parameters already, which cannot be changed
+        logged_params = self._run.data.params  # a continued run has parameters already, which cannot be changed
         named = {self._name(key): str(value)[: self.param_length] for key, value in flatten(config).items()}
-        params = [(name, value) for name, value in named.items() if name not in known]
+        params = [(name, value) for name, value in named.items() if name not in logged_params]
         for start in range(0, len(params), self.params_per_call):
             self._mlflow.log_params(dict(params[start : start + self.params_per_call]))
 

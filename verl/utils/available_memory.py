@@ -47,10 +47,10 @@ def _available_by_group(root: Path) -> list[int]:
 def _available_in(folder: Path, limit: str, used: str, cache: str) -> int | None:
     """Available bytes in a control group; None if it has no limit or its files are missing."""
     try:
-        most, taken = (folder / limit).read_text().strip(), int((folder / used).read_text())
+        most, used_bytes = (folder / limit).read_text().strip(), int((folder / used).read_text())
         stat = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
     except OSError:
         return None
     if most == "max":
         return None
-    return max(0, int(most) - taken + int(stat.get(cache, 0)))
+    return max(0, int(most) - used_bytes + int(stat.get(cache, 0)))

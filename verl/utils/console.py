@@ -216,9 +216,9 @@ class Progress:
     ) -> None:
         self.total_steps = total_steps
         self.step = first_step
-        wanted = {True: "on", False: "off"}.get(enabled, enabled) if isinstance(enabled, bool) else enabled
-        self.console = console or _Output(force_terminal=True if wanted == "on" else None)
-        self.is_shown = wanted == "on" or (wanted == "auto" and (self.console.is_terminal or self.console.is_jupyter))
+        mode = {True: "on", False: "off"}.get(enabled, enabled) if isinstance(enabled, bool) else enabled
+        self.console = console or _Output(force_terminal=True if mode == "on" else None)
+        self.is_shown = mode == "on" or (mode == "auto" and (self.console.is_terminal or self.console.is_jupyter))
         self.table = NotebookTable() if self.is_shown and self.console.is_jupyter else None
         self._started = time.monotonic()
         self._finished_at: deque[float] = deque([self._started], maxlen=RECENT_STEPS + 1)
@@ -365,6 +365,6 @@ def _validation_text(metrics: Mapping[str, float]) -> str:
     means = {name: value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name}
     if means:
         sources = {name: "/".join(name.split("/")[1:-2]) for name in means}  # data sources have slashes
-        of_source = {name: "" if source == "unknown" else f" {source}" for name, source in sources.items()}
-        return "  ".join(f"val{of_source[name]} {value:.3f}" for name, value in means.items())
+        labels = {name: "" if source == "unknown" else f" {source}" for name, source in sources.items()}
+        return "  ".join(f"val{labels[name]} {value:.3f}" for name, value in means.items())
     return f"val loss {metrics['val/loss']:.4f}" if "val/loss" in metrics else ""

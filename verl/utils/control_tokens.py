@@ -168,10 +168,10 @@ class ControlTokens:
             return text
         tail_spans = head_spans if len(text) <= reach else self._spans(tail)
         notice = _NOTICES[keep] if self.count(_NOTICES[keep]) < max_tokens else ""
-        kept = max_tokens - self.count(notice)
-        while kept > 0:
-            first = min({"left": kept, "middle": kept // 2, "right": 0}[keep], len(head_spans))
-            last = min({"left": 0, "middle": kept - kept // 2, "right": kept}[keep], len(tail_spans))
+        budget = max_tokens - self.count(notice)
+        while budget > 0:
+            first = min({"left": budget, "middle": budget // 2, "right": 0}[keep], len(head_spans))
+            last = min({"left": 0, "middle": budget - budget // 2, "right": budget}[keep], len(tail_spans))
             begin = head[: head_spans[first - 1][1]] if first else ""
             end = tail[tail_spans[len(tail_spans) - last][0] :] if last else ""
             short = begin + notice + end
@@ -179,7 +179,7 @@ class ControlTokens:
             excess = self.count(short) - max_tokens
             if excess <= 0:
                 return short
-            kept -= excess
+            budget -= excess
         return ""
 
     def _spans(self, text: str) -> list[tuple[int, int]]:
@@ -189,7 +189,7 @@ class ControlTokens:
         return [(first - len(anchor), last - len(anchor)) for first, last in spans]
 
 
-_made: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[object, ControlTokens]] = WeakKeyDictionary()
+_control_tokens: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[object, ControlTokens]] = WeakKeyDictionary()
 _special: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, re.Pattern[str]]] = WeakKeyDictionary()
 _making = threading.Lock()
 
@@ -202,20 +202,20 @@ def control_tokens_of(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
     """
     state = len(tokenizer), str(tokenizer.chat_template)  # what may have changed since
     with _making:
-        known = _made.get(tokenizer)
-        if known is None or known[0] != state:
-            known = _made[tokenizer] = state, ControlTokens(tokenizer, state[1])
-    return known[1]
+        cached = _control_tokens.get(tokenizer)
+        if cached is None or cached[0] != state:
+            cached = _control_tokens[tokenizer] = state, ControlTokens(tokenizer, state[1])
+    return cached[1]
 
 
 def has_special(value: object, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether a JSON value has text of a special token, or one of the characters that mark these here."""
-    known = _special.get(tokenizer)
-    if known is None or known[0] != len(tokenizer):
+    cached = _special.get(tokenizer)
+    if cached is None or cached[0] != len(tokenizer):
         added = tokenizer.added_tokens_decoder.values()
         special = _any_of([token.content for token in added if token.special and len(token.content) > 1])
-        known = _special[tokenizer] = len(tokenizer), special
-    return any(_UNUSABLE.search(text) or known[1].search(text) for text in _texts(value))
+        cached = _special[tokenizer] = len(tokenizer), special
+    return any(_UNUSABLE.search(text) or cached[1].search(text) for text in _texts(value))
 
 
 def is_marked(rendered: str) -> bool:

@@ -102,7 +102,7 @@ def use_interface_to(master: str) -> None:
     """
     address = address_towards(master)
     addresses = {name: {entry.address for entry in entries} for name, entries in psutil.net_if_addrs().items()}
-    interface = next((name for name, known in addresses.items() if address in known), None)
+    interface = next((name for name, interface_addresses in addresses.items() if address in interface_addresses), None)
     if interface is None:
         logger.warning(
             "no network interface has the address %s by which this machine reaches %s. If ranks do not meet, set "
@@ -170,9 +170,9 @@ def auto_set_device(config: object) -> None:
 
     if not isinstance(config, DictConfig) or config.get("trainer") is None:
         return
-    wanted, detected = config.trainer.get("device"), get_device_name()
-    if wanted not in (None, "cpu", detected):
-        logger.warning("trainer.device=%s, and this machine has no such device: the run uses %s.", wanted, detected)
+    requested, detected = config.trainer.get("device"), get_device_name()
+    if requested not in (None, "cpu", detected):
+        logger.warning("trainer.device=%s, and this machine has no such device: the run uses %s.", requested, detected)
         with open_dict(config):
             config.trainer.device = detected
 

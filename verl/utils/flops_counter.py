@@ -42,7 +42,7 @@ _WITH_GATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 def published_peak(name: str) -> float | None:
     """Return the published peak FLOP/s of dense bf16 products of a GPU by its name; None for an unknown one."""
-    return next((peak for known, peak in _BF16_PEAKS.items() if known in name), None)
+    return next((peak for gpu, peak in _BF16_PEAKS.items() if gpu in name), None)
 
 
 def device_peak_flops(device: torch.device | str, dtype: torch.dtype | None = None) -> float | None:
@@ -140,11 +140,11 @@ class FlopsCounter:
         recurrent = sum(kind == "linear_attention" for kind in getattr(text, "layer_types", None) or ())
         if getattr(text, "model_type", None) in _WITH_GATES:
             attention += self.hidden_size * score_width
-        of_layers = _feed_forward_weights(text)
-        self.weights = (self.layers - recurrent) * attention + sum(of_layers)
+        feed_forward = _feed_forward_weights(text)
+        self.weights = (self.layers - recurrent) * attention + sum(feed_forward)
         if recurrent:
             self.weights += recurrent * _delta_net_products(text)
-        self.head_weights = attention + of_layers[-1] + 2 * self.hidden_size**2
+        self.head_weights = attention + feed_forward[-1] + 2 * self.hidden_size**2
         self.windows = _windows(text)
 
     @classmethod
@@ -179,8 +179,8 @@ class FlopsCounter:
         if self.heads:
             tokens = sum(lengths)
             logits = self.hidden_size * self.outputs * (tokens if head_tokens is None else head_tokens)
-            of_head = 2 * tokens * self.head_weights + 2 * logits + attention / self.layers
-            forward, attention = forward + self.heads * of_head, attention * (1 + self.heads / self.layers)
+            head_flops = 2 * tokens * self.head_weights + 2 * logits + attention / self.layers
+            forward, attention = forward + self.heads * head_flops, attention * (1 + self.heads / self.layers)
         return 2 * forward + attention if self.is_frozen else 3 * forward
 
     def estimate_flops(
@@ -251,11 +251,11 @@ def _feed_forward_weights(text: Any) -> list[int]:
 def _latent_attention(text: Any) -> tuple[int, int, int]:
     """Weights of a layer's multi-head latent attention (arXiv:2405.04434), and widths of all scores and values."""
     hidden, heads, rank = text.hidden_size, text.num_attention_heads, text.kv_lora_rank
-    plain, rotated, of_value = text.qk_nope_head_dim, text.qk_rope_head_dim, text.v_head_dim
-    score_width, value_width = heads * (plain + rotated), heads * of_value
+    plain, rotated, value_dim = text.qk_nope_head_dim, text.qk_rope_head_dim, text.v_head_dim
+    score_width, value_width = heads * (plain + rotated), heads * value_dim
     query_rank = getattr(text, "q_lora_rank", None)
     queries = query_rank * (hidden + score_width) if query_rank else hidden * score_width
-    keys_and_values = hidden * (rank + rotated) + rank * heads * (plain + of_value)
+    keys_and_values = hidden * (rank + rotated) + rank * heads * (plain + value_dim)
     return queries + keys_and_values + value_width * hidden, score_width, value_width
 
 

@@ -27,7 +27,7 @@ def sequence_classifier(model_type: str) -> type[PreTrainedModel]:
     Args:
         model_type: of the config; a key of :data:`verl.vision.families.FAMILIES`.
     """
-    return _made(model_type, GenericForSequenceClassification, AutoModelForSequenceClassification)
+    return _model_class(model_type, GenericForSequenceClassification, AutoModelForSequenceClassification)
 
 
 @cache
@@ -37,14 +37,14 @@ def token_classifier(model_type: str) -> type[PreTrainedModel]:
     Its linear head ``score`` has a bias and is read at each token; a critic is one with one label. Arguments as of
     :func:`sequence_classifier`.
     """
-    return _made(model_type, GenericForTokenClassification, AutoModelForTokenClassification)
+    return _model_class(model_type, GenericForTokenClassification, AutoModelForTokenClassification)
 
 
-def _made(model_type: str, generic: type, auto: Any) -> type[PreTrainedModel]:
+def _model_class(model_type: str, generic: type, auto: Any) -> type[PreTrainedModel]:
     family = transformers.CONFIG_MAPPING[model_type].__name__.removesuffix("Config")
     base = getattr(transformers, f"{family}PreTrainedModel")
     name = f"{family}{generic.__name__.removeprefix('Generic')}"
-    made = type(name, (generic, base), {"__module__": __name__})
+    model_class = type(name, (generic, base), {"__module__": __name__})
     # Without exist_ok a class for a config of Transformers' own is not registered.
-    auto.register(base.config_class, made, exist_ok=True)
-    return made
+    auto.register(base.config_class, model_class, exist_ok=True)
+    return model_class

@@ -42,11 +42,11 @@ class Metric:
     """
 
     def __init__(self, aggregation: str | AggregationType, value: Any = None) -> None:
-        known = {kind.value: kind for kind in AggregationType}
+        aggregations = {kind.value: kind for kind in AggregationType}
         name = aggregation.value if isinstance(aggregation, AggregationType) else aggregation.lower()
-        if name not in known:
-            raise ConfigError(f"aggregation '{aggregation}' is unknown. Use one of: {', '.join(known)}.")
-        self.aggregation = known[name]
+        if name not in aggregations:
+            raise ConfigError(f"aggregation '{aggregation}' is unknown. Use one of: {', '.join(aggregations)}.")
+        self.aggregation = aggregations[name]
         self.values: list[float] = []
         if value is not None:
             (self.extend if isinstance(value, list) else self.append)(value)

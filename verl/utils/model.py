@@ -269,10 +269,10 @@ def check_loaded(module: PreTrainedModel, info: Mapping[str, Set[Any]], path: st
     """
     kind = type(module).__name__
     if other := sorted(info["mismatched_keys"]):
-        name, shape, wanted = other[0]
+        name, shape, needed = other[0]
         raise ConfigError(
             f"the files of '{path}' hold {len(other)} weights of other shapes than {kind} of this configuration has: "
-            f"{name} has {list(shape)}, and {list(wanted)} is needed. Take config.json and weights of the same model."
+            f"{name} has {list(shape)}, and {list(needed)} is needed. Take config.json and weights of the same model."
         )
     if absent := set(info["missing_keys"]) - new:
         raise ConfigError(
@@ -425,8 +425,8 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Pretrain
 
 def unknown_ids(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> list[int]:
     """Return ids that the model can sample but the tokenizer lacks: padding of the embedding, and gaps."""
-    known = set(tokenizer.get_vocab().values())
-    return [token_id for token_id in range(hf_config.get_text_config().vocab_size) if token_id not in known]
+    vocabulary = set(tokenizer.get_vocab().values())
+    return [token_id for token_id in range(hf_config.get_text_config().vocab_size) if token_id not in vocabulary]
 
 
 def _some(names: Iterable[str], shown: int = 5) -> str:

@@ -58,10 +58,10 @@ def _warn_once(path: str, file: str) -> None:
 def refuse_foreign_kernels(config: PretrainedConfig, path: str) -> None:
     """Refuse a model whose config names attention kernels on a hub, because they are code."""
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PretrainedConfig))):
-        wanted = attention_of(part)
-        if isinstance(wanted, str) and "/" in wanted:
+        kernel = attention_of(part)
+        if isinstance(kernel, str) and "/" in kernel:
             raise ConfigError(
-                f"the config.json of '{path}' asks for the attention kernel '{wanted}', which is code from a hub and "
+                f"the config.json of '{path}' asks for the attention kernel '{kernel}', which is code from a hub and "
                 "is not run unless you ask for it. If you trust it, set override_config.attn_implementation "
-                f"='{wanted}' for this model; else override it with sdpa or eager."
+                f"='{kernel}' for this model; else override it with sdpa or eager."
             )

@@ -49,16 +49,16 @@ def full_tensor(tensor: Tensor, device: torch.device, dtype: torch.dtype | None 
         return cast(DTensor, tensor.detach()).to_local().to(device)
     part = tensor.detach().to(device, dtype or tensor.dtype)
     assert isinstance(part, DTensor)
-    whole, division = part.to_local(), parts_of_ranks(tensor)
+    gathered, division = part.to_local(), parts_of_ranks(tensor)
     if len(division) == 1:
         return part.full_tensor()
     # FSDP's rows first, then the parts of tensor-parallel ranks: both are contiguous.
     for mesh_dim, dim, sizes in division:
         along = part.device_mesh[part.device_mesh.mesh_dim_names[mesh_dim]]  # type: ignore[index]
         stride = torch.empty(sizes, device="meta").stride()
-        whole = DTensor.from_local(whole, along, [Shard(dim)], run_check=False, shape=sizes, stride=stride)
-        whole = whole.full_tensor()
-    return whole
+        gathered = DTensor.from_local(gathered, along, [Shard(dim)], run_check=False, shape=sizes, stride=stride)
+        gathered = gathered.full_tensor()
+    return gathered
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -45,8 +45,8 @@ def described(row: JsonMapping, texts: Mapping[str, str]) -> dict[str, object]:
     """
     count = min(len(row["response_ids"]), MAX_TOKENS)
     lists = {name: values for name, values in row.items() if isinstance(values, list)}
-    others = ("prompt_ids", "teacher_prompt_ids", "response_ids", "response_mask", "span_ends")
-    numbers = {name: _finite(values[:count]) for name, values in lists.items() if name not in others}
+    id_columns = ("prompt_ids", "teacher_prompt_ids", "response_ids", "response_mask", "span_ends")
+    numbers = {name: _finite(values[:count]) for name, values in lists.items() if name not in id_columns}
     if {"old_log_probs", "rollout_log_probs"} <= lists.keys():
         pairs = zip(lists["old_log_probs"][:count], lists["rollout_log_probs"][:count], strict=True)
         numbers["log_prob_gap"] = [old - rollout for old, rollout in pairs]
@@ -60,16 +60,18 @@ def described(row: JsonMapping, texts: Mapping[str, str]) -> dict[str, object]:
         numbers["ratio"] = _finite([_exp(new - old) for old, new in pairs])
     response = _tokens(row["response_ids"][:count], texts)
     mask = row["response_mask"][:count]
-    of_images = [
+    is_image_token = [
         token["text"] == IMAGE_TOKEN and not is_policy for token, is_policy in zip(response, mask, strict=True)
     ]
-    of_teacher = lists.get("teacher_prompt_ids")
+    teacher_ids = lists.get("teacher_prompt_ids")
     return {
         "prompt": _tokens(row["prompt_ids"][-MAX_TOKENS:], texts),
-        **({} if of_teacher is None else {"teacher_prompt": _tokens(of_teacher[-MAX_TOKENS:], texts)}),
+        **({} if teacher_ids is None else {"teacher_prompt": _tokens(teacher_ids[-MAX_TOKENS:], texts)}),
         "response": response,
         "mask": mask,
-        "images": [(start, end - 1, image_word(end - start)) for is_image, start, end in runs(of_images) if is_image],
+        "images": [
+            (start, end - 1, image_word(end - start)) for is_image, start, end in runs(is_image_token) if is_image
+        ],
         "numbers": numbers,
         "weight_version": row.get("weight_version"),
         "left_out": len(row["response_ids"]) - count,
@@ -89,7 +91,7 @@ def token_spans(sequence: JsonMapping, most: int = MAX_TOKENS) -> tuple[str, str
 
     These are its advantages, else its log-probs under the rollout engine; without either the name is ``mask``.
     """
-    name = next((one for one in ("advantages", "rollout_log_probs") if one in sequence["numbers"]), "")
+    name = next((column for column in ("advantages", "rollout_log_probs") if column in sequence["numbers"]), "")
     values = sequence["numbers"][name] if name else [None] * len(sequence["response"])
     colours = heat([value if is_policy else None for value, is_policy in zip(values, sequence["mask"], strict=True)])
     spans = [
@@ -185,8 +187,8 @@ def whole_page(title: str, style: str, body: str) -> str:
 
 def heat(values: Sequence[float | None]) -> list[str]:
     """Return a colour for each number: orange below 0, blue above, stronger the further from it."""
-    known = [abs(value) for value in values if value is not None]
-    most = max(known, default=0.0) or 1.0
+    magnitudes = [abs(value) for value in values if value is not None]
+    most = max(magnitudes, default=0.0) or 1.0
 
     def colour(value: float | None) -> str:
         if value is None:
@@ -202,7 +204,7 @@ def escaped(value: object) -> str:
 
 
 def _tokens(ids: Sequence[int], texts: Mapping[str, str]) -> list[dict[str, object]]:
-    return [{"id": one, "text": texts.get(str(one), f"<{one}>")} for one in ids]
+    return [{"id": token_id, "text": texts.get(str(token_id), f"<{token_id}>")} for token_id in ids]
 
 
 def _exp(log_ratio: float) -> float:

@@ -63,13 +63,13 @@ def masked_whiten(
     """
     # In float64: where the spread is small beside the mean, float32 sums would shift every entry by their rounding.
     is_masked, count = mask == 0, mask.count_nonzero()
-    kept = values.masked_fill(is_masked, 0.0)
-    mean = kept.sum(dtype=torch.float64) / count.clamp(min=1)
-    centred = kept.to(torch.float64).sub_(mean).masked_fill_(is_masked, 0.0).flatten()
+    valid = values.masked_fill(is_masked, 0.0)
+    mean = valid.sum(dtype=torch.float64) / count.clamp(min=1)
+    centred = valid.to(torch.float64).sub_(mean).masked_fill_(is_masked, 0.0).flatten()
     if values.numel():
-        bound = torch.finfo(values.dtype).eps * kept.abs().max() if rounding is None else rounding
+        bound = torch.finfo(values.dtype).eps * valid.abs().max() if rounding is None else rounding
         centred.masked_fill_(centred.abs() <= bound, 0.0)
-    whitened = centred.mul_(torch.rsqrt(centred.dot(centred) / (count - 1).clamp(min=1) + 1e-8)).view(kept.shape)
+    whitened = centred.mul_(torch.rsqrt(centred.dot(centred) / (count - 1).clamp(min=1) + 1e-8)).view(valid.shape)
     return (whitened if shift_mean else whitened.add_(mean).masked_fill_(is_masked, 0.0)).to(values.dtype)
 
 

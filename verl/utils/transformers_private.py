@@ -228,7 +228,7 @@ def set_conversions(module: PreTrainedModel, conversions: Any) -> None:
 
 def joins_weights(module: PreTrainedModel) -> bool:
     """Return whether loading the model's files merged several weights into one, or split one into several."""
-    return any(isinstance(one, WeightConverter) for one in conversions_of(module) or ())
+    return any(isinstance(conversion, WeightConverter) for conversion in conversions_of(module) or ())
 
 
 def converted(module: PreTrainedModel, in_files: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:

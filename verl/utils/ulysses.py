@@ -163,10 +163,10 @@ def heads_for_sequence(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> l
         sent.append(x.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4).flatten(3))
     widths = [x.shape[-1] for x in sent]
     received = all_to_all_parts(torch.cat(sent, dim=-1), group)  # the first dimension is now the place in the sequence
-    whole = received.transpose(0, 1).reshape(bsz, ranks * part, -1)
+    full_sequence = received.transpose(0, 1).reshape(bsz, ranks * part, -1)
     return [
         x.unflatten(-1, (-1, original.shape[-1])).transpose(1, 2)
-        for x, original in zip(whole.split(widths, dim=-1), tensors, strict=True)
+        for x, original in zip(full_sequence.split(widths, dim=-1), tensors, strict=True)
     ]
 
 
@@ -305,9 +305,9 @@ class _PlacedOutputs(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(places)
         ctx.settings = dist.get_world_size(group)
-        placed = values.new_zeros(count, *values.shape[1:]).index_copy_(0, places, values)
-        dist.all_reduce(placed, group=group)
-        return placed
+        outputs = values.new_zeros(count, *values.shape[1:]).index_copy_(0, places, values)
+        dist.all_reduce(outputs, group=group)
+        return outputs
 
     @staticmethod
     def backward(ctx: AutogradContext[int], *grads: Tensor) -> tuple[Tensor, None, None, None]:

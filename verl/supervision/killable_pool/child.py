@@ -152,7 +152,7 @@ class _Attempt:
         if error is None or isinstance(error, GeneratorExit):
             return False
         if isinstance(error, self.fatal):
-            error_index = next(n for n, wanted in enumerate(self.fatal) if isinstance(error, wanted))
+            error_index = next(n for n, error_type in enumerate(self.fatal) if isinstance(error, error_type))
             self.reply = {"status": "error", "fatal": error_index, "message": str(error)[:MAX_TEXT]}
             return True
         while trace is not None and trace.tb_frame.f_globals.get("__tracebackhide__"):
@@ -293,8 +293,8 @@ class _TrackedCoroutine(Coroutine[Any, Any, Any]):
 
     def is_taken_back(self) -> bool:
         """Return whether its call has been taken back; true only the first time, so that it is cancelled once."""
-        kept, last = TAKEN_BACK.unpack_from(self.page, RUNNING.size)
-        if self.was_cancelled or self.call_id > last or self.call_id == kept:
+        running_id, last = TAKEN_BACK.unpack_from(self.page, RUNNING.size)
+        if self.was_cancelled or self.call_id > last or self.call_id == running_id:
             return False
         self.was_cancelled = True
         return True

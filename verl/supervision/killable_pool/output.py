@@ -33,7 +33,7 @@ class PrintedOutput:
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
         self._path: Path | None = None
-        self._kept = 0
+        self._kept_bytes = 0
         self._left_to_show = EXCERPT_BYTES
 
     def read(self) -> bool:
@@ -54,10 +54,10 @@ class PrintedOutput:
         os.close(self.writer)
 
     def _keep(self, data: bytes) -> None:
-        room = FILE_BYTES - self._kept
+        room = FILE_BYTES - self._kept_bytes
         if room <= 0:
             return
-        self._kept += len(data)
+        self._kept_bytes += len(data)
         try:
             if self._path is None:
                 descriptor, name = tempfile.mkstemp(prefix="verl_printed_", suffix=".txt")
@@ -67,7 +67,7 @@ class PrintedOutput:
                 file.write(data[:room] + (_CUT if len(data) > room else b""))
         except OSError as error:  # a full disk must not end the run
             logger.warning("what %s print cannot be kept in %s: %s", self.whose, self._path, error)
-            self._kept = FILE_BYTES
+            self._kept_bytes = FILE_BYTES
 
     def _show(self, data: bytes) -> None:
         if not self._left_to_show:
@@ -75,7 +75,7 @@ class PrintedOutput:
         end = len(data) if len(data) <= self._left_to_show else data.rfind(b"\n", 0, self._left_to_show) + 1
         self._left_to_show -= end
         with suppress(OSError):  # the reader of standard error is gone
-            sys.stderr.write(printable(data[:end].decode(errors="replace"), kept="\n\t\r"))
+            sys.stderr.write(printable(data[:end].decode(errors="replace"), keep="\n\t\r"))
             sys.stderr.flush()
         if end < len(data):
             self._left_to_show = 0

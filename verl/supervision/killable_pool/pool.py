@@ -328,12 +328,12 @@ class _Engine:
         alive = [worker for worker in self.workers if not worker.is_ending]
         stuck = sum(worker.stuck for worker in alive)
         waiting = len(self.queue) + len(self.fresh)
-        wanted = self.num_workers + stuck if waiting else 0
+        target = self.num_workers + stuck if waiting else 0
         if warm:
-            wanted = max(wanted, self.num_workers)
-        wanted = min(wanted, self.num_workers + SPARE_WORKERS - stuck)
+            target = max(target, self.num_workers)
+        target = min(target, self.num_workers + SPARE_WORKERS - stuck)
         clean = sum(not worker.answered and not worker.calls for worker in alive)
-        missing = wanted - (len(alive) - stuck)
+        missing = target - (len(alive) - stuck)
         if self.slots == 1:
             missing = min(missing, self.most - len(alive))
         missing = max(missing, len(self.fresh) - clean)

@@ -92,10 +92,10 @@ class WorkerProcess:
             OSError: the system allows no further process.
         """
         with contextlib.ExitStack() as on_failure:
-            self.socket, theirs = socket.socketpair()
+            self.socket, child_socket = socket.socketpair()
             on_failure.callback(self.socket.close)
-            with theirs, contextlib.ExitStack() as shared:
-                descriptors = [theirs.fileno(), -1]
+            with child_socket, contextlib.ExitStack() as shared:
+                descriptors = [child_socket.fileno(), -1]
                 if self.slots > 1:
                     descriptors[1] = self._make_page()
                     shared.callback(os.close, descriptors[1])
@@ -180,14 +180,14 @@ class WorkerProcess:
         """Take back the calls that wait behind the one that blocks the event loop; the worker cancels them."""
         assert self.page is not None
         running, _ = self._running()
-        others = [call for call in self.calls.values() if call is not running]
-        if others:
+        waiting = [call for call in self.calls.values() if call is not running]
+        if waiting:
             last = max(self.calls)
             TAKEN_BACK.pack_into(self.page, RUNNING.size, running.call_id if running is not None else 0, last)
             self._write(CHECK_PAGE, b"", 0.0)
-        for call in others:
+        for call in waiting:
             del self.calls[call.call_id]
-        return others
+        return waiting
 
     def is_frozen(self) -> bool:
         """Return whether the process is stopped (SIGSTOP)."""

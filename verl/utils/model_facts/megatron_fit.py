@@ -26,7 +26,7 @@ _REMEDIES = {
 }
 """Remedies for families whose layers are those of another one."""
 
-_OF_QUERIES = ("glm4_moe", "attention_bias")
+_QUERY_BIAS = ("glm4_moe", "attention_bias")
 
 
 def misfits(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: str, strategy: str) -> Iterator[Problem]:
@@ -83,7 +83,7 @@ def _recurrent(kind: str, engine: McoreEngineConfig, sizes: str) -> Iterator[Pro
 
 def _unbuildable(fields: Mapping[str, object]) -> Iterator[str]:
     # GLM-4.5's is that of Qwen2: of queries, keys and values alone.
-    fixed = {name: value for name, value in _FIXED.items() if (fields["model_type"], name) != _OF_QUERIES}
+    fixed = {name: value for name, value in _FIXED.items() if (fields["model_type"], name) != _QUERY_BIAS}
     yield from (f"{name}={fields[name]}" for name, value in fixed.items() if fields.get(name) not in (None, value))
     for rule in rope_rules(fields):
         name = rope_type(rule)
@@ -103,25 +103,25 @@ def _keeps_attention(rule: Mapping[str, object]) -> bool:
 def _divisions(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: str) -> Iterator[Problem]:
     """Ranks get equally many heads, columns, layers and experts."""
     tensor, context = engine.tensor_model_parallel_size, engine.context_parallel_size
-    of_heads = "tensor_model_parallel_size"
+    head_key = "tensor_model_parallel_size"
     by_context = " × context_parallel_size" if context > 1 else ""
     # A size that is no whole number, such as text in override_config, is for Transformers to refuse.
     fields = {name: value for name, value in fields.items() if isinstance(value, int) or name == "mlp_only_layers"}
     heads, experts = fields.get("num_attention_heads"), ExpertSizes.from_config(SimpleNamespace(**fields))
     parts = [
-        (of_heads, by_context, tensor * context, heads, "heads"),
-        (of_heads, "", tensor, fields.get("num_key_value_heads") or heads, "key/value heads"),
-        (of_heads, "", tensor, fields.get("linear_num_key_heads"), "key heads of recurrent layers"),
+        (head_key, by_context, tensor * context, heads, "heads"),
+        (head_key, "", tensor, fields.get("num_key_value_heads") or heads, "key/value heads"),
+        (head_key, "", tensor, fields.get("linear_num_key_heads"), "key heads of recurrent layers"),
     ]
     if experts is None or not all(experts.sparse):
-        parts.append((of_heads, "", tensor, fields.get("intermediate_size"), "feed-forward columns"))
+        parts.append((head_key, "", tensor, fields.get("intermediate_size"), "feed-forward columns"))
     if experts is not None:
-        of_experts, of_columns = "expert_model_parallel_size", "expert_tensor_parallel_size"
-        columns = of_columns if engine[of_columns] else of_heads
-        parts.append((of_experts, "", engine[of_experts], experts.count, "experts"))
+        expert_key, column_key = "expert_model_parallel_size", "expert_tensor_parallel_size"
+        columns = column_key if engine[column_key] else head_key
+        parts.append((expert_key, "", engine[expert_key], experts.count, "experts"))
         parts.append((columns, "", engine[columns], experts.width, "columns of each expert"))
         if experts.shared_width:
-            parts.append((of_heads, "", tensor, experts.shared_width, "columns of shared experts"))
+            parts.append((head_key, "", tensor, experts.shared_width, "columns of shared experts"))
         yield from _experts(engine, sizes)
     if isinstance(layers := fields.get("num_hidden_layers"), int):
         stages, virtual = engine.pipeline_model_parallel_size, engine.virtual_pipeline_model_parallel_size

@@ -58,11 +58,13 @@ class FurtherLayers:
             shapes: of the weights of the model without heads, by name.
         """
         last = f"model.layers.{layers - 1}."
-        of_head = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden)}
-        of_head |= {"shared_head.norm.weight": (hidden,)}
-        of_head |= {name.removeprefix(last): tuple(shape) for name, shape in shapes.items() if name.startswith(last)}
+        head_shapes = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden)}
+        head_shapes |= {"shared_head.norm.weight": (hidden,)}
+        head_shapes |= {
+            name.removeprefix(last): tuple(shape) for name, shape in shapes.items() if name.startswith(last)
+        }
         prefixes = [f"model.layers.{layers + head}." for head in range(count)]
-        return cls(layers, {f"{prefix}{name}": shape for prefix in prefixes for name, shape in of_head.items()})
+        return cls(layers, {f"{prefix}{name}": shape for prefix in prefixes for name, shape in head_shapes.items()})
 
     def in_last_layer(self, name: str) -> str:
         """Return the name that a weight of a head has in the model's last layer; others keep their name."""
