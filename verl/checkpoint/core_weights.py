@@ -173,7 +173,8 @@ class DistFiles:
                     return name, (*first, *second)
         raise CheckpointError(
             f"'{self.folder}' has no tensor for the weight {weight}: neither '{stem}{layer}.{expert_forms[0][0]}"
-            f"{endings[0]}' nor '{stem}{expert_forms[-1][0]}{endings[0]}'. Take a checkpoint of the model in config.json."
+            f"{endings[0]}' nor '{stem}{expert_forms[-1][0]}{endings[0]}'. Take a checkpoint of the model in "
+            "config.json."
         )
 
     def _check_counts(self, name: str, counts: tuple[int, ...]) -> None:

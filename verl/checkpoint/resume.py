@@ -156,7 +156,7 @@ class ResumeChoice:
     def first_whole(self, folders: Sequence[Path], problems: list[str], foreign_steps: Sequence[str] = ()) -> Path:
         """The first intact one of ``folders``, which are ordered the best first.
 
-        ``problems`` are known problems of better checkpoints, ``foreign_steps`` those skipped because another run saved them.
+        ``problems`` are known problems of better checkpoints, ``foreign_steps`` were skipped: another run saved them.
         """
         passed_over = f"{', '.join(foreign_steps)}: saved by another run, passed over. " if foreign_steps else ""
         for folder in folders:

@@ -133,14 +133,14 @@ def install() -> None:
 
 def _offer_names(module: ModuleType) -> None:
     """Give a module a ``__getattr__`` that falls back to the names of other versions (PEP 562)."""
-    of_module: Callable[[str], object] | None = vars(module).get("__getattr__")
+    module_getattr: Callable[[str], object] | None = vars(module).get("__getattr__")
     address = _replace_prefix(module.__name__, {home: public for public, home in MOVED.items()}) or module.__name__
 
     def look_up(name: str) -> object:
-        if of_module is None:
+        if module_getattr is None:
             return _other_name(address, name)
         try:
-            return of_module(name)
+            return module_getattr(name)
         except AttributeError:
             return _other_name(address, name)
 

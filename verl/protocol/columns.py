@@ -203,9 +203,9 @@ def gather_metrics(metrics: Iterable[Any]) -> dict[str, list[object]]:
     ``[{"loss": 1}, {"loss": [2, 3]}]`` becomes ``{"loss": [1, 2, 3]}``.
     """
     gathered: dict[str, list[object]] = {}
-    for of_worker in metrics:
-        for one in [of_worker] if isinstance(of_worker, Mapping) else of_worker:
-            for name, value in one.items():
+    for worker_metrics in metrics:
+        for metrics_dict in [worker_metrics] if isinstance(worker_metrics, Mapping) else worker_metrics:
+            for name, value in metrics_dict.items():
                 gathered.setdefault(name, []).extend(value if isinstance(value, list | tuple) else [value])
     return gathered
 
@@ -289,9 +289,9 @@ def whole_tensordict(
     """Invert ``parts_of``."""
     from tensordict import NonTensorData, NonTensorStack
 
-    whole = make_tensordict(tensors, [rows])
+    tensordict = make_tensordict(tensors, [rows])
     for key, column in columns.items():
-        whole.set(key, NonTensorStack(*[NonTensorData(value) for value in column]))
+        tensordict.set(key, NonTensorStack(*[NonTensorData(value) for value in column]))
     for key, value in shared.items():
-        whole.set_non_tensor(key, value)
-    return whole
+        tensordict.set_non_tensor(key, value)
+    return tensordict

@@ -118,8 +118,8 @@ class DataProto(MethodsForScripts):
     ) -> DataProto:
         """Create from one dict: tensors go to ``batch``, arrays and lists to ``non_tensor_batch``."""
         tensors = {key: value for key, value in data.items() if isinstance(value, Tensor)}
-        others = {key: value for key, value in data.items() if not isinstance(value, Tensor)}
-        return cls.from_dict(tensors, others, meta_info, auto_padding=auto_padding)
+        non_tensors = {key: value for key, value in data.items() if not isinstance(value, Tensor)}
+        return cls.from_dict(tensors, non_tensors, meta_info, auto_padding=auto_padding)
 
     @classmethod
     def from_dict(
@@ -227,13 +227,13 @@ class DataProto(MethodsForScripts):
     ) -> DataProto:
         """Select columns, which must exist; None keeps all of a kind, ``[]`` none. The number of rows is kept."""
         columns = self._tensor_columns
-        chosen = DataProto(
+        selection = DataProto(
             columns.select(only(columns.peek(), batch_keys, "batch")),
             only(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch"),
             only(self.meta_info, meta_info_keys, "meta_info"),
             self.auto_padding,
         )
-        return copy.deepcopy(chosen) if deepcopy else chosen
+        return copy.deepcopy(selection) if deepcopy else selection
 
     def __copy__(self) -> DataProto:
         return self.select()
@@ -241,8 +241,8 @@ class DataProto(MethodsForScripts):
     def __deepcopy__(self, memo: dict[int, object]) -> DataProto:
         columns = self._tensor_columns
         batch = TensorColumns(columns.batch_size, {key: value.clone() for key, value in columns.tensors().items()})
-        others, meta_info = copy.deepcopy((self.non_tensor_batch, self.meta_info), memo)
-        return DataProto(batch, others, meta_info, self.auto_padding)
+        non_tensors, meta_info = copy.deepcopy((self.non_tensor_batch, self.meta_info), memo)
+        return DataProto(batch, non_tensors, meta_info, self.auto_padding)
 
     def __or__(self, other: DataProto) -> DataProto:
         """Return a new batch with the columns and the ``meta_info`` of both.
@@ -350,11 +350,11 @@ class DataProto(MethodsForScripts):
         if len(data) == 1:
             return data[0].select().with_meta_info(meta_info)
         tensors = columns_to_join([part._tensor_columns.peek() for part in data], "tensor column")
-        others = columns_to_join([part.non_tensor_batch for part in data], "non-tensor column")
+        non_tensors = columns_to_join([part.non_tensor_batch for part in data], "non-tensor column")
         size = [sum(map(len, data)), *data[0]._tensor_columns.batch_size[1:]]
         return DataProto(
             TensorColumns(size, {key: concat_columns(parts) for key, parts in tensors.items()}),
-            {key: np.concatenate(parts) for key, parts in others.items()},
+            {key: np.concatenate(parts) for key, parts in non_tensors.items()},
             dict(meta_info),
             any(part.auto_padding for part in data),
         )
@@ -392,19 +392,22 @@ class DataProto(MethodsForScripts):
         except (SchemaError, RuntimeError) as error:
             raise DataError(f"{filepath}: its columns do not fit together ({error}). Write the file anew.") from error
 
-    def _map(self, change: Callable[[str, Any], Any], rows: int, taken: Tensor | None = None) -> DataProto:
+    def _map(self, change: Callable[[str, Any], Any], rows: int, row_indices: Tensor | None = None) -> DataProto:
         """Apply ``change(name, column)`` to every column; each result must have ``rows`` rows.
 
         If the change is to choose the rows ``taken``, stored columns are not read for it.
         """
         columns = self._tensor_columns
-        stored = {k: c for k, c in columns.peek().items() if isinstance(c, StoredColumn) and taken is not None}
+        stored = {k: c for k, c in columns.peek().items() if isinstance(c, StoredColumn) and row_indices is not None}
         read = columns.tensors(key for key in columns.peek() if key not in stored)
         tensors = {
-            key: stored[key].take(np.asarray(taken)) if key in stored else change(key, read[key])
+            key: stored[key].take(np.asarray(row_indices)) if key in stored else change(key, read[key])
             for key in columns.peek()
         }
-        others = {key: change(key, value) for key, value in self.non_tensor_batch.items()}
+        non_tensors = {key: change(key, value) for key, value in self.non_tensor_batch.items()}
         return DataProto(
-            TensorColumns([rows, *columns.batch_size[1:]], tensors), others, dict(self.meta_info), self.auto_padding
+            TensorColumns([rows, *columns.batch_size[1:]], tensors),
+            non_tensors,
+            dict(self.meta_info),
+            self.auto_padding,
         )

@@ -69,8 +69,8 @@ class DataProtoFuture:
                     "joined to one batch must return a DataProto on every rank."
                 )
             parts.append(part)
-        whole = self.collect_fn(parts)
-        return whole if self.dispatch_fn is None else self.dispatch_fn(whole)
+        joined = self.collect_fn(parts)
+        return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
 
 
 def wait_for(result: DataProto | DataProtoFuture) -> DataProto:
@@ -120,7 +120,7 @@ def private_copy(value: object) -> Any:
         batch = make_tensordict(
             {key: private_copy(column) for key, column in value.batch.items()}, value.batch.batch_size
         )
-        others = {key: column.copy() for key, column in value.non_tensor_batch.items()}
+        non_tensors = {key: column.copy() for key, column in value.non_tensor_batch.items()}
         meta_info = {key: private_copy(entry) for key, entry in value.meta_info.items()}
-        return DataProto(batch, others, meta_info, value.auto_padding)
+        return DataProto(batch, non_tensors, meta_info, value.auto_padding)
     return value

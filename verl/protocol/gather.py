@@ -42,10 +42,10 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
     headers: list[Any] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(headers, header, group=process_group)
     payloads = _all_gather_bytes(payload, [h.num_bytes for h in headers], process_group)
-    whole = DataProto.concat([_unpack(h, p) for h, p in zip(headers, payloads, strict=True)])
+    gathered = DataProto.concat([_unpack(h, p) for h, p in zip(headers, payloads, strict=True)])
     if tensors := list(data.batch.values()):
-        whole = whole.to(tensors[0].device)
-    data.batch, data.non_tensor_batch, data.meta_info = whole.batch, whole.non_tensor_batch, whole.meta_info
+        gathered = gathered.to(tensors[0].device)
+    data.batch, data.non_tensor_batch, data.meta_info = gathered.batch, gathered.non_tensor_batch, gathered.meta_info
     return data
 
 

@@ -65,13 +65,13 @@ class MethodsForScripts:
         meta_info_keys: Sequence[str] | None = None,
     ) -> T:
         """Remove columns in place, which must exist, and return them as a new batch; None removes none of a kind."""
-        taken = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
+        removed = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
         columns = self._tensor_columns
-        kept = {key: value for key, value in columns.peek().items() if key not in (batch_keys or [])}
-        self.batch = TensorColumns(columns.batch_size, kept)
-        self.non_tensor_batch = {k: v for k, v in self.non_tensor_batch.items() if k not in taken.non_tensor_batch}
-        self.meta_info = {k: v for k, v in self.meta_info.items() if k not in taken.meta_info}
-        return taken
+        remaining = {key: value for key, value in columns.peek().items() if key not in (batch_keys or [])}
+        self.batch = TensorColumns(columns.batch_size, remaining)
+        self.non_tensor_batch = {k: v for k, v in self.non_tensor_batch.items() if k not in removed.non_tensor_batch}
+        self.meta_info = {k: v for k, v in self.meta_info.items() if k not in removed.meta_info}
+        return removed
 
     def rename(self: T, old_keys: str | Sequence[str] | None = None, new_keys: str | Sequence[str] | None = None) -> T:
         """Rename tensor columns in place, pairwise, to names that are not taken; returns this batch."""
@@ -188,7 +188,7 @@ class MethodsForScripts:
     def print_size(self: T, prefix: str = "") -> str:
         """Log the memory of the columns (objects count as references only) and return the line."""
         tensors = sum(value.nbytes for value in self._tensor_columns.tensors().values())
-        others = sum(column.nbytes for column in self.non_tensor_batch.values())
-        line = f"{prefix}{' ' if prefix else ''}{len(self)} rows: tensors {tensors:,} bytes, others {others:,} bytes"
+        objects = sum(column.nbytes for column in self.non_tensor_batch.values())
+        line = f"{prefix}{' ' if prefix else ''}{len(self)} rows: tensors {tensors:,} bytes, others {objects:,} bytes"
         logger.info("%s", line)
         return line

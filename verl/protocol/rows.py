@@ -31,11 +31,11 @@ def collate_fn(x: list[DataProtoItem]) -> DataProto:
 def replace_columns(batch: DataProto, columns: DataProto) -> DataProto:
     """Return ``batch`` with ``columns`` added or overwritten, where ``batch | columns`` would refuse to overwrite."""
     replaced = columns._tensor_columns.peek().keys()
-    kept = batch.select(
+    remaining = batch.select(
         batch_keys=[key for key in batch._tensor_columns.peek() if key not in replaced],
         non_tensor_batch_keys=[key for key in batch.non_tensor_batch if key not in columns.non_tensor_batch],
     )
-    return kept | columns
+    return remaining | columns
 
 
 def fill_column(parts: Sequence[DataProto], name: str, value: Callable[[torch.dtype], float]) -> list[DataProto]:
@@ -47,10 +47,10 @@ def fill_column(parts: Sequence[DataProto], name: str, value: Callable[[torch.dt
         value: the value everywhere, by dtype.
     """
     columns = [part._tensor_columns.peek().get(name) for part in parts]
-    known = next((column for column in columns if column is not None), None)
-    if known is None:
+    template = next((column for column in columns if column is not None), None)
+    if template is None:
         return list(parts)
-    shape, dtype = known.shape[1:], known.dtype
+    shape, dtype = template.shape[1:], template.dtype
     return [
         part
         if column is not None
@@ -159,7 +159,7 @@ def _reshape(data: DataProto, old_dims: int, new: Callable[[tuple[int, ...]], tu
         return value.reshape(*new(tuple(value.shape[:old_dims])), *value.shape[old_dims:])
 
     tensors = {key: reshaped(value) for key, value in data.batch.items()}
-    others = {key: reshaped(value) for key, value in data.non_tensor_batch.items()}
+    non_tensors = {key: reshaped(value) for key, value in data.non_tensor_batch.items()}
     return DataProto.from_dict(
-        tensors, others, data.meta_info, num_batch_dims=len(new((len(data),))), auto_padding=data.auto_padding
+        tensors, non_tensors, data.meta_info, num_batch_dims=len(new((len(data),))), auto_padding=data.auto_padding
     )

@@ -50,7 +50,7 @@ class SharedTensors(Mapping[str, Tensor]):
         if self._reference is None and self.nbytes >= MIN_BYTES:
             self._reference = put(self.arrays())
             self._arrays = None
-            _known[self._reference] = self
+            _received[self._reference] = self
 
     def __getitem__(self, name: str) -> Tensor:
         return torch.from_numpy(self.arrays()[name].copy())
@@ -73,22 +73,22 @@ class SharedTensors(Mapping[str, Tensor]):
         return _given, (self.arrays(),)
 
 
-_known: WeakValueDictionary[object, SharedTensors] = WeakValueDictionary()
+_received: WeakValueDictionary[object, SharedTensors] = WeakValueDictionary()
 """Tensors that this process received by reference; rows of several calls share them."""
 
 
 def _given(arrays: Arrays) -> SharedTensors:
-    made = SharedTensors({})
-    made._arrays, made.nbytes = arrays, sum(array.nbytes for array in arrays.values())
-    return made
+    tensors = SharedTensors({})
+    tensors._arrays, tensors.nbytes = arrays, sum(array.nbytes for array in arrays.values())
+    return tensors
 
 
 def _referred(reference: object, nbytes: int) -> SharedTensors:
-    known = _known.get(reference)
-    if known is None:
-        known = _known[reference] = SharedTensors({})
-        known._arrays, known._reference, known.nbytes = None, reference, nbytes
-    return known
+    tensors = _received.get(reference)
+    if tensors is None:
+        tensors = _received[reference] = SharedTensors({})
+        tensors._arrays, tensors._reference, tensors.nbytes = None, reference, nbytes
+    return tensors
 
 
 def store_all(columns: Iterable[np.ndarray], put: Callable[[Arrays], object]) -> None:
@@ -117,5 +117,5 @@ def joined(rows: Sequence[Mapping[str, object]], name: str) -> Tensor | None:
 def bytes_held(column: np.ndarray) -> tuple[int, int]:
     """Return the bytes of the distinct objects of a column, and what they would be if each row had its own."""
     values = [value for value in column if isinstance(value, SharedTensors)]
-    once = {id(value): value.nbytes for value in values}
-    return sum(once.values()), sum(value.nbytes for value in values)
+    bytes_by_id = {id(value): value.nbytes for value in values}
+    return sum(bytes_by_id.values()), sum(value.nbytes for value in values)

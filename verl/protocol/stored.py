@@ -177,11 +177,11 @@ class StoredColumn:
         parts, lengths = self._parts or [], [part.shape[0] for part in self._parts or ()]
         if self.origin.is_whole(lengths):
             return UnreadColumn.concat(parts)
-        whole = np.empty((self.shape[0], self._row_bytes), np.uint8)
+        rows_bytes = np.empty((self.shape[0], self._row_bytes), np.uint8)
         for part_index, part in enumerate(parts):
             mine = np.flatnonzero(self.origin.result == part_index)
-            whole[mine] = part.bytes().reshape(part.shape[0], self._row_bytes)[self.origin.row[mine]]
-        return torch.from_numpy(whole.reshape(-1)).view(self.dtype).view(self.shape)
+            rows_bytes[mine] = part.bytes().reshape(part.shape[0], self._row_bytes)[self.origin.row[mine]]
+        return torch.from_numpy(rows_bytes.reshape(-1)).view(self.dtype).view(self.shape)
 
     @property
     def _row_bytes(self) -> int:
@@ -191,24 +191,24 @@ class StoredColumn:
         """Choose rows: without reading them, unless the tensor was written to."""
         if not self.is_unchanged():
             return self.tensor()[torch.from_numpy(rows)]
-        chosen = StoredColumn(self.origin.take(rows), self.dtype, [len(rows), *self.shape[1:]])
+        selection = StoredColumn(self.origin.take(rows), self.dtype, [len(rows), *self.shape[1:]])
         if self._tensor is not None:  # in memory already, which is cheaper than fetching it again
-            chosen._chosen_from = self, rows
+            selection._chosen_from = self, rows
         elif self._parts is not None:
             used = np.unique(self.origin.result[rows])
-            chosen._parts = [self._parts[i] for i in used]
-        return chosen
+            selection._parts = [self._parts[i] for i in used]
+        return selection
 
     @staticmethod
     def concat(columns: Sequence[StoredColumn]) -> StoredColumn:
         """Concatenate along the rows, without reading any; all must be as stored."""
         rows = sum(column.shape[0] for column in columns)
-        whole = StoredColumn(
+        joined = StoredColumn(
             Origin.concat([c.origin for c in columns]), columns[0].dtype, [rows, *columns[0].shape[1:]]
         )
         if all(column._parts is not None for column in columns):
-            whole._parts = [part for column in columns for part in column._parts or ()]
-        return whole
+            joined._parts = [part for column in columns for part in column._parts or ()]
+        return joined
 
     def __getstate__(self) -> dict[str, object]:
         return {"origin": self.origin, "dtype": self.dtype, "shape": tuple(self.shape)}

@@ -98,10 +98,10 @@ class TensorColumns:
             if self._tensordict is not None:
                 tensors = tensors_of(self._tensordict)
                 return tensors if keys is None else {key: tensors[key] for key in keys}
-            chosen = {key: self._columns[key] for key in (self._columns if keys is None else keys)}
-            fetch_together(column for column in chosen.values() if isinstance(column, StoredColumn))
+            selected = {key: self._columns[key] for key in (self._columns if keys is None else keys)}
+            fetch_together(column for column in selected.values() if isinstance(column, StoredColumn))
             read: dict[str, Tensor] = {}
-            for key, column in chosen.items():
+            for key, column in selected.items():
                 read[key] = column if isinstance(column, Tensor) else column.tensor()
                 if isinstance(column, UnreadColumn):
                     self._columns[key] = read[key]
@@ -120,9 +120,9 @@ class TensorColumns:
 
     def select(self, keys: Iterable[str]) -> TensorColumns:
         """Choose columns; both objects share their tensors, also those of stored columns that nobody has read yet."""
-        columns, chosen = self.peek(), list(keys)
-        read = self.tensors(key for key in chosen if not isinstance(columns[key], StoredColumn))
-        return TensorColumns(self.batch_size, {key: read.get(key, columns[key]) for key in chosen})
+        columns, names = self.peek(), list(keys)
+        read = self.tensors(key for key in names if not isinstance(columns[key], StoredColumn))
+        return TensorColumns(self.batch_size, {key: read.get(key, columns[key]) for key in names})
 
     def union(self, other: TensorColumns) -> TensorColumns:
         """Return the columns of both; a column of both must have equal values. Stored columns are not read for it."""
@@ -131,10 +131,10 @@ class TensorColumns:
                 f"cannot unite tensors of batch size {self.batch_size} with tensors of batch size {other.batch_size}: "
                 "rows must correspond one to one."
             )
-        mine, theirs = self.peek(), other.peek()
-        both = [key for key in mine if key in theirs and mine[key] is not theirs[key]]
+        own_columns, other_columns = self.peek(), other.peek()
+        both = [key for key in own_columns if key in other_columns and own_columns[key] is not other_columns[key]]
         unite(self.tensors(both), other.tensors(both), "column")
-        united, added = self.select(mine), other.select(key for key in theirs if key not in mine)
+        united, added = self.select(own_columns), other.select(key for key in other_columns if key not in own_columns)
         return TensorColumns(self.batch_size, united.peek() | added.peek())
 
     def wire(self) -> tuple[tuple[int, ...], dict[str, OnTheWire]]:

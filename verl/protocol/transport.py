@@ -79,20 +79,20 @@ class UnreadColumn:
 
     def tensor(self) -> Tensor:
         """Return the tensor, over the received bytes themselves if this process alone owns them, else copied."""
-        (first, *others) = self._pieces
-        return _tensor(owned(first), self.dtype, self.shape) if not others else self.concat([self])
+        (first, *further) = self._pieces
+        return _tensor(owned(first), self.dtype, self.shape) if not further else self.concat([self])
 
     @staticmethod
     def concat(columns: Sequence[UnreadColumn]) -> Tensor:
         """Concatenate along the first dimension in one pass over the bytes; dtypes and other dimensions must agree."""
         pieces = [piece for column in columns for piece in column._pieces]
-        whole = np.empty(sum(map(len, pieces)), np.uint8)
+        joined = np.empty(sum(map(len, pieces)), np.uint8)
         start = 0
         for piece in pieces:
-            whole[start : start + len(piece)] = piece
+            joined[start : start + len(piece)] = piece
             start += len(piece)
         rows = sum(column.shape[0] for column in columns)
-        return _tensor(whole, columns[0].dtype, torch.Size([rows, *columns[0].shape[1:]]))
+        return _tensor(joined, columns[0].dtype, torch.Size([rows, *columns[0].shape[1:]]))
 
     def bytes(self) -> np.ndarray:
         """Return all bytes as one array, which may be read-only."""

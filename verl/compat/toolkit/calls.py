@@ -50,7 +50,7 @@ def _by_signal(function: Callable[..., object], args: tuple, kwargs: dict[str, o
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("use_signals=True works in the main thread only; leave it out to use a process.")
 
-    def interrupt(number: int, frame: object) -> None:
+    def interrupt(signum: int, frame: object) -> None:
         raise _too_long(function, seconds)
 
     before = signal.signal(signal.SIGALRM, interrupt)

@@ -48,9 +48,9 @@ def get_processor_token_id(processor: ProcessorMixin, token_name: str) -> int | 
 
     It is the processor's ``{token_name}_token_id``, or that of its text ``{token_name}_token``.
     """
-    known = getattr(processor, f"{token_name}_token_id", None)
-    if known is not None:
-        return int(known)
+    token_id = getattr(processor, f"{token_name}_token_id", None)
+    if token_id is not None:
+        return int(token_id)
     text = getattr(processor, f"{token_name}_token", None)
     return None if text is None else int(processor.tokenizer.convert_tokens_to_ids(text))
 

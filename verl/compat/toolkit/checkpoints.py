@@ -97,9 +97,9 @@ class BaseCheckpointManager:
         config = checkpoint_config or {}
         self.checkpoint_save_contents = tuple(config.get("save_contents") or self.CONTENTS)
         self.checkpoint_load_contents = tuple(config.get("load_contents") or self.CONTENTS)
-        known = {*self.CONTENTS, "hf_model"}
-        if unknown := {*self.checkpoint_save_contents, *self.checkpoint_load_contents} - known:
-            raise ConfigError(f"a checkpoint has no '{min(unknown)}'; its contents are {', '.join(sorted(known))}.")
+        contents = {*self.CONTENTS, "hf_model"}
+        if unknown := {*self.checkpoint_save_contents, *self.checkpoint_load_contents} - contents:
+            raise ConfigError(f"a checkpoint has no '{min(unknown)}'; its contents are {', '.join(sorted(contents))}.")
         self.previous_global_step: int | None = None
         self.previous_saved_paths: list[str] = []
 

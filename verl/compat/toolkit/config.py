@@ -83,8 +83,8 @@ def validate_config(config: DictConfig | PPOConfig, use_reference_policy: bool, 
         if problems := [problem for problem in problems if not problem.advice]:
             raise ConfigError(report(problems))
         return
-    given: Any = OmegaConf.to_container(config, resolve=False)
-    checked = dict(given)
+    settings: Any = OmegaConf.to_container(config, resolve=False)
+    checked = dict(settings)
     if not use_critic:
         checked.pop("critic", None)
     if not use_reference_policy and isinstance(actor := checked.get("actor_rollout_ref"), dict):

@@ -85,10 +85,10 @@ def get_fsdp_wrap_policy(
 
 def _units(module: nn.Module, config: Mapping[str, object]) -> list[nn.Module]:
     """The repeated layers, by the class names in ``config`` or else those that the Transformers model declares."""
-    given = config.get("transformer_layer_cls_to_wrap") or config.get("layer_class")
-    names = {given} if isinstance(given, str) else set(given or layer_class_names(module))  # type: ignore[arg-type]
+    class_names = config.get("transformer_layer_cls_to_wrap") or config.get("layer_class")
+    names = {class_names} if isinstance(class_names, str) else set(class_names or layer_class_names(module))  # type: ignore[arg-type]
     units = [unit for unit in module.modules() if type(unit).__name__ in names]
-    if given and not units:
+    if class_names and not units:
         present = sorted({type(unit).__name__ for unit in module.modules()})
         raise ConfigError(
             f"transformer_layer_cls_to_wrap={sorted(names)}: the model has no such layer; it has {', '.join(present)}."
@@ -158,10 +158,10 @@ def get_fsdp_full_state_dict(
     """Return the whole weights by name, on rank 0 only (an empty dict elsewhere) or on all ranks. Collective."""
     # With cpu_offload PyTorch gathers on rank 0 only.
     options = StateDictOptions(full_state_dict=True, cpu_offload=offload_to_cpu and rank0_only)
-    found: dict[str, Any] = get_model_state_dict(model, options=options)
+    weights: dict[str, Any] = get_model_state_dict(model, options=options)
     if rank0_only:
-        return found if dist.get_rank() == 0 else {}
-    return {name: tensor.cpu() for name, tensor in found.items()} if offload_to_cpu else found
+        return weights if dist.get_rank() == 0 else {}
+    return {name: tensor.cpu() for name, tensor in weights.items()} if offload_to_cpu else weights
 
 
 def fsdp2_clip_grad_norm_(

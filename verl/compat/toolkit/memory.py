@@ -76,8 +76,8 @@ class GPUMemoryLogger:
         return result
 
     def _log(self, head: str) -> None:
-        own = dist.get_rank() if dist.is_initialized() else 0
-        log_gpu_memory_usage(head, self.logger, self.level, rank=0 if self.log_only_rank_0 else own)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        log_gpu_memory_usage(head, self.logger, self.level, rank=0 if self.log_only_rank_0 else rank)
 
 
 def aggressive_empty_cache(force_sync: bool = True, max_retries: int = 3) -> None:

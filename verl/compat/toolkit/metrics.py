@@ -17,8 +17,8 @@ def calculate_debug_metrics(data: DataProto) -> dict[str, float]:
     ``rollout_log_probs``, ``old_log_probs`` and ``responses``; the mask of the responses is ``response_mask`` or,
     without it, the end of ``attention_mask``.
     """
-    found = compute_rollout_gap_metrics(with_response_mask(data))
-    return {name: value for name, value in found.items() if name.startswith("training/")}
+    metrics = compute_rollout_gap_metrics(with_response_mask(data))
+    return {name: value for name, value in metrics.items() if name.startswith("training/")}
 
 
 class LocalLogger:

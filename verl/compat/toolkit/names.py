@@ -58,8 +58,8 @@ class PrecisionType:
         Raises:
             ConfigError: the name is unknown.
         """
-        known = next((dtype for dtype in _NAMES if _is(precision, dtype)), None)
-        return torch_dtype(str(precision)) if known is None else known
+        matched = next((dtype for dtype in _NAMES if _is(precision, dtype)), None)
+        return torch_dtype(str(precision)) if matched is None else matched
 
     @staticmethod
     def to_str(precision: torch.dtype) -> str:

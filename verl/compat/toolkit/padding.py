@@ -48,7 +48,7 @@ def no_padding_2_padding(nested_tensor: Tensor, data: TensorDict) -> Tensor:
     lengths = mask[:, -size:].sum(1)  # of the responses
     steps = torch.arange(size, device=values.device)
     first = mask.sum(1).cumsum(0) - lengths - 1  # position of the value of each first response token
-    taken = steps < lengths[:, None]
-    padded = values.new_zeros((*taken.shape, *values.shape[1:]))
-    padded[taken] = values[(first[:, None] + steps)[taken]]
+    is_response = steps < lengths[:, None]
+    padded = values.new_zeros((*is_response.shape, *values.shape[1:]))
+    padded[is_response] = values[(first[:, None] + steps)[is_response]]
     return padded

@@ -65,11 +65,11 @@ def get_default_compute_score(reward_name: str | None = None) -> Callable[..., o
     """
     if reward_name is None:
         return default_compute_score
-    of_source = scorer_for_all(reward_name)
+    scorer = scorer_for_all(reward_name)
 
     def score(
         data_source: str, solution_str: str, ground_truth: object, extra_info: object = None, **kwargs: object
     ) -> object:
-        return of_source(data_source, solution_str, ground_truth, extra_info, **kwargs)
+        return scorer(data_source, solution_str, ground_truth, extra_info, **kwargs)
 
     return score

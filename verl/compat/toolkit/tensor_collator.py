@@ -25,9 +25,9 @@ class SFTTensorCollator:
     """
 
     def __init__(self, pad_mode: DatasetPadMode | str = DatasetPadMode.LEFT_RIGHT) -> None:
-        known = [mode.value for mode in DatasetPadMode]
-        if pad_mode not in known:
-            raise ConfigError(f"pad_mode='{pad_mode}' is unknown. Known: {', '.join(known)}.")
+        modes = [mode.value for mode in DatasetPadMode]
+        if pad_mode not in modes:
+            raise ConfigError(f"pad_mode='{pad_mode}' is unknown. Known: {', '.join(modes)}.")
         self.pad_mode = DatasetPadMode(pad_mode)
 
     def __call__(self, batch: Sequence[Mapping[str, object]]) -> dict[str, object]:

@@ -31,15 +31,15 @@ def get_tensordict(tensor_dict: Mapping[str, Any], non_tensor_dict: Mapping[str,
     sizes = {key: len(value) for key, value in tensor_dict.items() if not isinstance(value, NonTensorData)}
     if len(set(sizes.values())) > 1:
         raise SchemaError(f"all columns need the same number of rows, got {sizes}.")
-    made = TensorDict({}, batch_size=[next(iter(sizes.values()))] if sizes else [])
+    tensordict = TensorDict({}, batch_size=[next(iter(sizes.values()))] if sizes else [])
     for key, value in tensor_dict.items():
         if isinstance(value, Tensor):
-            made.set(key, value)
+            tensordict.set(key, value)
         else:
-            assign_non_tensor(made, **{key: value})
+            assign_non_tensor(tensordict, **{key: value})
     for key, value in (non_tensor_dict or {}).items():
-        assign_non_tensor_data(made, key, value)
-    return made
+        assign_non_tensor_data(tensordict, key, value)
+    return tensordict
 
 
 def list_of_dict_to_tensordict(list_of_dicts: Sequence[Mapping[str, Any]]) -> TensorDict:
@@ -104,7 +104,7 @@ def get_keys(tensordict: TensorDictBase, keys: Iterable[str]) -> TensorDict:
     Raises:
         KeyError: one is missing.
     """
-    return _chosen(tensordict, keys, tensordict.get)
+    return _selected(tensordict, keys, tensordict.get)
 
 
 def pop(tensordict: TensorDictBase, key: str, default: object = None) -> object:
@@ -118,17 +118,17 @@ def pop_keys(tensordict: TensorDictBase, keys: Iterable[str]) -> TensorDict:
     Raises:
         KeyError: one is missing.
     """
-    return _chosen(tensordict, keys, tensordict.pop)
+    return _selected(tensordict, keys, tensordict.pop)
 
 
-def _chosen(tensordict: TensorDictBase, keys: Iterable[str], take: Any) -> TensorDict:
+def _selected(tensordict: TensorDictBase, keys: Iterable[str], take: Any) -> TensorDict:
     names = list(keys)
     if missing := [key for key in names if key not in tensordict.keys()]:
         raise KeyError(f"there is no column '{missing[0]}'; there are {listing(tensordict.keys())}.")
-    chosen = TensorDict({}, batch_size=tensordict.batch_size)
+    selection = TensorDict({}, batch_size=tensordict.batch_size)
     for key in names:
-        chosen.set(key, take(key))
-    return chosen
+        selection.set(key, take(key))
+    return selection
 
 
 def assert_tensordict_eq(tensordict1: TensorDictBase, tensordict2: TensorDictBase) -> None:
@@ -136,8 +136,8 @@ def assert_tensordict_eq(tensordict1: TensorDictBase, tensordict2: TensorDictBas
     names = [set(td.keys()) for td in (tensordict1, tensordict2)]
     assert names[0] == names[1], f"only in one of them: {listing(names[0] ^ names[1])}"
     for key in names[0]:
-        one, other = (_comparable(get(td, key)) for td in (tensordict1, tensordict2))
-        assert same_value(one, other), f"'{key}' differs: {describe(one)} and {describe(other)}"
+        first, second = (_comparable(get(td, key)) for td in (tensordict1, tensordict2))
+        assert same_value(first, second), f"'{key}' differs: {describe(first)} and {describe(second)}"
 
 
 def _comparable(value: object) -> object:
@@ -150,20 +150,20 @@ def _comparable(value: object) -> object:
 def index_select_tensor_dict(batch: TensorDictBase, indices: Any) -> TensorDict:
     """Return the rows ``indices`` (a list, an array, a tensor or a mask); values for all rows stay."""
     rows = row_indices(indices, batch.batch_size[0])
-    chosen = TensorDict({}, batch_size=[len(rows)])
+    selection = TensorDict({}, batch_size=[len(rows)])
     for key in batch.keys():
         value = batch.get(key)
         if isinstance(value, Tensor) and value.is_nested:
             parts = value.unbind()
-            chosen.set(key, _jagged([parts[row] for row in rows.tolist()]))
+            selection.set(key, _jagged([parts[row] for row in rows.tolist()]))
         elif isinstance(value, Tensor):
-            chosen.set(key, value[rows.to(value.device)])
+            selection.set(key, value[rows.to(value.device)])
         elif isinstance(value, NonTensorStack):
             values = value.tolist()
-            assign_non_tensor_stack(chosen, key, [values[row] for row in rows.tolist()])
+            assign_non_tensor_stack(selection, key, [values[row] for row in rows.tolist()])
         else:
-            assign_non_tensor_data(chosen, key, value)
-    return chosen
+            assign_non_tensor_data(selection, key, value)
+    return selection
 
 
 def chunk_tensordict(td: TensorDictBase, chunks: int) -> list[TensorDict]:

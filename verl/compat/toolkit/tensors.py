@@ -80,7 +80,7 @@ def allgather_dict_into_dict(
     """Collect the values of all ranks of a group by name, in the order of the ranks; any values that pickle takes."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, dict(data), group)
-    return {name: [one[name] for one in gathered] for name in data}
+    return {name: [rank_values[name] for rank_values in gathered] for name in data}
 
 
 def compute_grad_norm(model: nn.Module) -> float:

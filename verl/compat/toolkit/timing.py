@@ -48,10 +48,12 @@ def gather_timing(timing_raw: Mapping[str, float]) -> dict[str, list[float]]:
     names = list(timing_raw)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, dict(timing_raw))
-    for rank, found in enumerate(ranks):
-        if found.keys() != timing_raw.keys():
-            raise ValueError(f"rank {rank} timed {sorted(found)}, this rank {sorted(timing_raw)}; they must agree.")
-    return {name: [found[name] for found in ranks] for name in names}
+    for rank, rank_timing in enumerate(ranks):
+        if rank_timing.keys() != timing_raw.keys():
+            raise ValueError(
+                f"rank {rank} timed {sorted(rank_timing)}, this rank {sorted(timing_raw)}; they must agree."
+            )
+    return {name: [rank_timing[name] for rank_timing in ranks] for name in names}
 
 
 def reduce_timing(

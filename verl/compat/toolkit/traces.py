@@ -70,15 +70,15 @@ class RolloutTraceConfig:
             return
         if backend not in (None, "mlflow"):
             raise ConfigError(f"backend={backend!r} sends no traces in this version. Use mlflow, or None.")
-        one = cls.get_instance()
-        one.backend, one.token2text = backend, token2text
-        one.project_name, one.experiment_name = project_name, experiment_name
-        one.max_samples_per_step_per_worker = max_samples_per_step_per_worker
+        instance = cls.get_instance()
+        instance.backend, instance.token2text = backend, token2text
+        instance.project_name, instance.experiment_name = project_name, experiment_name
+        instance.max_samples_per_step_per_worker = max_samples_per_step_per_worker
         if backend == "mlflow":
             import mlflow
 
             mlflow.set_experiment(project_name)
-            one.client = mlflow
+            instance.client = mlflow
 
     @classmethod
     def get_backend(cls) -> str | None:

@@ -37,7 +37,7 @@ class CallTime(NamedTuple):
     """GPU memory that PyTorch's allocator has reserved at the end of the call, in MiB; None without a GPU."""
 
 
-_kept: deque[CallTime] = deque(maxlen=MAX_CALLS)
+_calls: deque[CallTime] = deque(maxlen=MAX_CALLS)
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def timed_call(name: str) -> Iterator[None]:
         end = clock()
         on_device = torch.cuda.is_available() and torch.cuda.is_initialized()
         device_mb = torch.cuda.memory_reserved() / MIB if on_device else None
-        _kept.append(CallTime(name, begin, end, _process(os.getpid()).memory_info().rss / MIB, device_mb))
+        _calls.append(CallTime(name, begin, end, _process(os.getpid()).memory_info().rss / MIB, device_mb))
 
 
 @functools.cache
@@ -61,7 +61,7 @@ def _process(pid: int) -> psutil.Process:
 
 def take_call_times() -> list[CallTime]:
     """Return the calls of this process since the last take, in the order of their ends, and forget them."""
-    taken: list[CallTime] = []
-    while _kept:  # another thread may add one meanwhile
-        taken.append(_kept.popleft())
-    return taken
+    calls: list[CallTime] = []
+    while _calls:  # another thread may add one meanwhile
+        calls.append(_calls.popleft())
+    return calls

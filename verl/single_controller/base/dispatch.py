@@ -337,12 +337,12 @@ def collect_dp_compute_data_proto(worker_group: CalledGroup, output: list[object
 def collect_nd_compute_data_proto(mesh_name: str, worker_group: CalledGroup, output: list[object]) -> object:
     """Combine the outputs of one rank per data-parallel rank, as ``collect_dp_compute_data_proto`` does."""
     ranks = worker_group.mesh(mesh_name).collecting_ranks
-    chosen = [output[rank] for rank in ranks]
+    rank_outputs = [output[rank] for rank in ranks]
     if isinstance(output, PendingOutputs):
-        chosen = PendingOutputs(chosen, output.method, ranks, output.number)
+        rank_outputs = PendingOutputs(rank_outputs, output.method, ranks, output.number)
     elif isinstance(output, CallOutputs):
-        chosen = CallOutputs(chosen, output.method)
-    return collect_dp_compute_data_proto(worker_group, chosen)
+        rank_outputs = CallOutputs(rank_outputs, output.method)
+    return collect_dp_compute_data_proto(worker_group, rank_outputs)
 
 
 def join(outputs: list[Any], method: str) -> Any:

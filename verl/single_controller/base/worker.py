@@ -93,10 +93,10 @@ class Worker:
             is_collect: use the output of this rank, among the ranks with the same ``dp_rank``.
         """
         mesh_position = (dp_rank, is_collect)
-        known = (self._dispatch_info.get(mesh_name, dp_rank), self._collect_info.get(mesh_name, is_collect))
-        if known != mesh_position:
+        earlier = (self._dispatch_info.get(mesh_name, dp_rank), self._collect_info.get(mesh_name, is_collect))
+        if earlier != mesh_position:
             raise WorkerError(
-                f"mesh '{mesh_name}' is registered with (dp_rank, is_collect)={known}, and now with {mesh_position}. "
+                f"mesh '{mesh_name}' is registered with (dp_rank, is_collect)={earlier}, and now with {mesh_position}. "
                 "Give the second mesh another name, or replace the first with set_dispatch_collect."
             )
         self.set_dispatch_collect(mesh_name, dp_rank, is_collect)

@@ -218,10 +218,10 @@ class WorkerGroup(ABC):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._rpcs:
-            known = [] if name.startswith("_") else sorted(self._rpcs)
+            methods = [] if name.startswith("_") else sorted(self._rpcs)
             raise AttributeError(
                 f"'{type(self).__name__}' has no attribute and its workers no registered method '{name}'."
-                f"{suggest(name, known)} Registered: {', '.join(known)}."
+                f"{suggest(name, methods)} Registered: {', '.join(methods)}."
             )
         rpc = self._rpcs[name]
         group = self if rpc.member in (None, self._member) else self._view(rpc.member)

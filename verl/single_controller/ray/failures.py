@@ -167,10 +167,10 @@ def _loss_message(
 ) -> str:
     if not dead:
         return _failure_message(failures, error, call)
-    first, *others = dead
+    first, *later = dead
     lines = [death_message(first, len(call.workers), f"in {call.stage}")]
-    lines += ["Failed after it:"] if others or any(rank != first.rank for rank in failures) else []
-    lines += [f"  rank {other.rank} ({other.place}): {other.how}" for other in others]
+    lines += ["Failed after it:"] if later or any(rank != first.rank for rank in failures) else []
+    lines += [f"  rank {other.rank} ({other.place}): {other.how}" for other in later]
     gone = {process.rank for process in dead}
     lines += _lines({rank: failure for rank, failure in failures.items() if rank not in gone})
     return "\n".join(lines)
@@ -240,8 +240,8 @@ def hang(outputs: Mapping[int, ObjectRef], call: GroupCall, timeout_s: float) ->
     limit = f"trainer.recovery.hang_timeout_s={timeout_s:g} s (raise it if the work takes that long)"
     lines += [f"No answer within {limit} from {len(waiting)} of {len(outputs)} ranks:"]
     lines += _places(ranks, snapshots, waiting)
-    others = [rank for rank in snapshots if rank not in waiting]
-    lines += ["The others have answered, or were not asked:", *_places(ranks, snapshots, others)] if others else []
+    idle = [rank for rank in snapshots if rank not in waiting]
+    lines += ["The others have answered, or were not asked:", *_places(ranks, snapshots, idle)] if idle else []
     return ProcessLostError("\n".join([*lines, _written(snapshots, call.stage)]))
 
 
@@ -252,15 +252,15 @@ def late_start(started: Mapping[int, ObjectRef], call: GroupCall, timeout_s: flo
     """
     waiting = _unanswered(started)
     ranks = processes_of(call.workers)
-    begun = [rank for rank in waiting if ranks[rank].pid]
-    said = f"{len(waiting)} of {len(ranks)} ranks of {call.title} did not start within {timeout_s:g} s. "
-    if not begun:
+    late_ranks = [rank for rank in waiting if ranks[rank].pid]
+    text = f"{len(waiting)} of {len(ranks)} ranks of {call.title} did not start within {timeout_s:g} s. "
+    if not late_ranks:
         return WorkerError(
-            f"{said}No process was found for them: other actors hold the processors, or the node of their pool is gone."
+            f"{text}No process was found for them: other actors hold the processors, or the node of their pool is gone."
         )
     snapshots = _snapshots(ranks)
-    said += "If their constructor takes that long, raise ray_wait_register_center_timeout."
-    return ProcessLostError("\n".join([said, *_places(ranks, snapshots, begun), _written(snapshots, call.stage)]))
+    text += "If their constructor takes that long, raise ray_wait_register_center_timeout."
+    return ProcessLostError("\n".join([text, *_places(ranks, snapshots, late_ranks), _written(snapshots, call.stage)]))
 
 
 def _unanswered(outputs: Mapping[int, ObjectRef]) -> list[int]:
@@ -309,9 +309,9 @@ class WaitingCalls:
         return next(self._numbers)
 
     @contextmanager
-    def waiting(self, number: int) -> Iterator[None]:
+    def waiting(self, call_number: int) -> Iterator[None]:
         """Wait for a call within the context."""
-        call = number, threading.get_ident()
+        call = call_number, threading.get_ident()
         with self._changing:
             self._begins[call] = time.monotonic()
         try:
@@ -319,14 +319,14 @@ class WaitingCalls:
         finally:
             with self._changing:
                 del self._begins[call]
-                self._begins |= {other: time.monotonic() for other in self._begins if other[0] > number}
+                self._begins |= {other: time.monotonic() for other in self._begins if other[0] > call_number}
 
-    def left_s(self, number: int, limit_s: float) -> float:
+    def left_s(self, call_number: int, limit_s: float) -> float:
         """Seconds that the call for which this thread waits has left, of ``limit_s``; all while it is not its turn."""
         with self._changing:
-            if any(other < number for other, _ in self._begins):
+            if any(other < call_number for other, _ in self._begins):
                 return limit_s
-            return self._begins[number, threading.get_ident()] + limit_s - time.monotonic()
+            return self._begins[call_number, threading.get_ident()] + limit_s - time.monotonic()
 
 
 # ---- between two calls ----------------------------------------------------------------------------

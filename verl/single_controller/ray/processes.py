@@ -63,16 +63,16 @@ class RankProcess(ActorRow):
     @property
     def death(self) -> str:
         """Cause of death and path of the log, as sentences for a message."""
-        file, said = Path(self.log), [f"{self.how.rstrip('. ')}."]
+        file, sentences = Path(self.log), [f"{self.how.rstrip('. ')}."]
         signal = signal_in_log(file.read_bytes()[-(1 << 16) :].decode(errors="replace")) if file.is_file() else ""
         if signal:
             full = " (a write to shared memory found no room: /dev/shm is full, see df)" if signal == "SIGBUS" else ""
-            said.append(f"It got the signal {signal}{full}.")
+            sentences.append(f"It got the signal {signal}{full}.")
         elif is_silent_end(self.how):
-            said.append(
+            sentences.append(
                 "It was killed (kill -9, or the kernel's out-of-memory killer: see dmesg), or exited without a message."
             )
-        return " ".join([*said, f"What it wrote last is in {self.log}."])
+        return " ".join([*sentences, f"What it wrote last is in {self.log}."])
 
 
 def processes_of(workers: Sequence[ActorHandle]) -> list[RankProcess]:
@@ -138,7 +138,7 @@ def on_nodes(function: Callable[..., T], arguments: Mapping[str, Sequence[object
     """
     here = ray.get_runtime_context().get_node_id()
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    asked = {
+    references = {
         node: ray.remote(num_cpus=0, max_retries=0)(function)
         .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
         .remote(*values)
@@ -146,8 +146,8 @@ def on_nodes(function: Callable[..., T], arguments: Mapping[str, Sequence[object
         if node != here and node in alive
     }
     answers = {here: function(*arguments[here])} if here in arguments else {}
-    answered = finished_of(list(asked.values()), NODE_TIMEOUT_S)
-    for node, reference in asked.items():
+    answered = finished_of(list(references.values()), NODE_TIMEOUT_S)
+    for node, reference in references.items():
         if reference not in answered:
             continue
         try:

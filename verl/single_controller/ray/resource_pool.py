@@ -101,7 +101,7 @@ class RayResourcePool(ResourcePool):
         if self._placement_groups is None:
             check_fits([(self.store, self.use_gpu)])
             prefix = f"{name or self.name_prefix}_{uuid.uuid4().hex[:8]}"
-            made = [
+            groups = [
                 placement_group(
                     [self._bundle() for _ in range(count)],
                     strategy=strategy,
@@ -110,9 +110,9 @@ class RayResourcePool(ResourcePool):
                 )
                 for node, count in enumerate(self.store)
             ]
-            self._wait_for(made)
+            self._wait_for(groups)
             addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-            self._placement_groups = sorted(made, key=lambda group: addresses[_nodes_of(group)[0]])
+            self._placement_groups = sorted(groups, key=lambda group: addresses[_nodes_of(group)[0]])
             self.store = [group.bundle_count for group in self._placement_groups]
         return self._placement_groups
 
@@ -169,8 +169,8 @@ class SubRayResourcePool(RayResourcePool):
                 f"ranks {start_bundle_index} to {stop - 1} are no part of a pool with {sum(counts)} ranks "
                 f"(on nodes: {counts})."
             )
-        whole = [node for node, count in enumerate(counts) for _ in range(count)][start_bundle_index:stop]
-        super().__init__([whole.count(node) for node in sorted(set(whole))], **kwargs)
+        rank_nodes = [node for node, count in enumerate(counts) for _ in range(count)][start_bundle_index:stop]
+        super().__init__([rank_nodes.count(node) for node in sorted(set(rank_nodes))], **kwargs)
         self.start_bundle_index = start_bundle_index
         self.subgroup_world_size = subgroup_world_size
         self._placement_groups = placement_groups
@@ -188,7 +188,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
         raise ResourceError(
             f"a pool of {size} ranks cannot be split by split_size={split_size}: sizes must add up to it."
         )
-    whole, first, parts = resource_pool.bundles(), getattr(resource_pool, "start_bundle_index", 0), []
+    bundles, first, parts = resource_pool.bundles(), getattr(resource_pool, "start_bundle_index", 0), []
     for start, part_size in zip(itertools.accumulate([0, *sizes]), sizes, strict=False):
         part = SubRayResourcePool(
             resource_pool.get_placement_groups(),
@@ -199,7 +199,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
             max_colocate_count=resource_pool.max_colocate_count,
             detached=resource_pool.detached,
         )
-        part._bundles = whole[start : start + part_size]
+        part._bundles = bundles[start : start + part_size]
         parts.append(part)
     return parts
 
@@ -247,11 +247,11 @@ class ResourcePoolManager(PoolManager):
         super().renew(name)
 
     def _check_fits(self) -> None:
-        asked = [(counts, self.device_name != "cpu") for counts in self.resource_pool_spec.values()]
+        requests = [(counts, self.device_name != "cpu") for counts in self.resource_pool_spec.values()]
         deadline = time.monotonic() + (REPLACEMENT_TIMEOUT_S if self.resource_pool_dict and dead_nodes() else 0)
         while True:
             try:
-                return check_fits(asked)
+                return check_fits(requests)
             except ResourceError as error:
                 if time.monotonic() >= deadline:
                     raise ResourceError(f"{error}{self._pools()}") from None

@@ -67,8 +67,8 @@ def ray_session(ray_kwargs: Any, nodes: int = 1) -> Iterator[None]:
         ResourceError: the requested cluster does not answer or has fewer machines, or Ray cannot start.
     """
     prepare_for_batches()
-    ours = not ray.is_initialized()
-    if ours:
+    starts_ray = not ray.is_initialized()
+    if starts_ray:
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
         arguments = init_arguments(ray_kwargs.ray_init)
@@ -89,18 +89,18 @@ def ray_session(ray_kwargs: Any, nodes: int = 1) -> Iterator[None]:
         _started.clear()
         if ray_kwargs.timeline_json_file:
             ray.timeline(filename=ray_kwargs.timeline_json_file)
-        if ours:
+        if starts_ray:
             _stop()
         else:
             _stop_watching()
 
 
-def _require_nodes(wanted: int, joined: int, why: str) -> None:
-    if wanted > joined:
+def _require_nodes(needed: int, joined: int, why: str) -> None:
+    if needed > joined:
         raise ResourceError(
-            f"{wanted} machines are asked for (nnodes={wanted}); {why}. Start Ray on each (ray start --head on the "
+            f"{needed} machines are asked for (nnodes={needed}); {why}. Start Ray on each (ray start --head on the "
             "first, ray start --address=FIRST:6379 on the others) and run this on the first, without torchrun, with "
-            f"RAY_ADDRESS=auto and nnodes={wanted}; or set nnodes=1, with all ranks on one machine."
+            f"RAY_ADDRESS=auto and nnodes={needed}; or set nnodes=1, with all ranks on one machine."
         )
 
 
@@ -154,12 +154,12 @@ def _exit_on_sigterm(signum: int, frame: FrameType | None) -> None:
 
 
 def _no_start(error: Exception, arguments: Mapping[str, object]) -> str:
-    said = f"Ray does not start: {type(error).__name__}: {error}."
+    text = f"Ray does not start: {type(error).__name__}: {error}."
     if not isinstance(error, OSError) or isinstance(error, ConnectionError):
-        return f"{said} Its arguments are those of ray.init (ray_kwargs.ray_init) and the variables RAY_*."
+        return f"{text} Its arguments are those of ray.init (ray_kwargs.ray_init) and the variables RAY_*."
     folder = arguments.get("_temp_dir") or os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     return (
-        f"{said} It keeps its files and sockets below {folder}: set RAY_TMPDIR to a folder that can be written and has "
+        f"{text} It keeps its files and sockets below {folder}: set RAY_TMPDIR to a folder that can be written and has "
         f"at most {LONGEST_FOLDER} characters."
     )
 

@@ -59,8 +59,8 @@ class WatchedActor:
             ActorSilentError: there is none for too long.
             RayActorError: the process died.
         """
-        if finished_of([self._asked], 0, fetch_local=False):
-            self._answer = self.result(self._asked)
+        if finished_of([self._pending], 0, fetch_local=False):
+            self._answer = self.result(self._pending)
             self._ask()
         elif time.monotonic() - self._asked_at > self._patience_s:
             raise self._silent()
@@ -90,7 +90,7 @@ class WatchedActor:
             logger.warning("what %s has started may still run: %s", self._title, error)
 
     def _ask(self) -> None:
-        self._asked = getattr(self.actor, self._question).remote()
+        self._pending = getattr(self.actor, self._question).remote()
         self._asked_at = time.monotonic()
 
     @property

@@ -233,15 +233,15 @@ class RayWorkerGroup(WorkerGroup):
             STACKS_FOLDER_ENV: stacks_folder(),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or _threads(bundle.node_id, len(on_node)),
         }
-        wanted = getattr(self.ray_cls_with_init, "options", {})
-        runtime = wanted.get("runtime_env", {})
+        actor_options = getattr(self.ray_cls_with_init, "options", {})
+        runtime = actor_options.get("runtime_env", {})
         variables = {name: str(value) for name, value in environment.items()} | runtime.get("env_vars", {})
         return {
             "name": f"{self.name_prefix}_{self.ray_cls_with_init.cls.__name__}_{rank}",
             "num_cpus": share,
             "num_gpus": share if pool.use_gpu else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(bundle.group, bundle.index),
-            **wanted,
+            **actor_options,
             "runtime_env": {**runtime, "env_vars": variables},
         }
 
@@ -293,7 +293,7 @@ class RayWorkerGroup(WorkerGroup):
             _store_shared(calls)
             # Calls of two threads come in the same order on all ranks, as collectives need them to.
             with by_reference(), self._ordering:
-                number = self._waiting_calls.new_number()
+                call_number = self._waiting_calls.new_number()
                 for call in calls:
                     worker = self._workers[call.rank]
                     args, kwargs = shared.place(call)
@@ -303,7 +303,7 @@ class RayWorkerGroup(WorkerGroup):
                         references.append(worker.invoke.remote(self._member, method, *args, **kwargs))
         except RayError as error:
             raise self._explained(error, {}, method) from error
-        return PendingOutputs(references, method, [call.rank for call in calls], number)
+        return PendingOutputs(references, method, [call.rank for call in calls], call_number)
 
     def wait_for(self, outputs: PendingOutputs[Any]) -> list[Any]:
         """See :meth:`WorkerGroup.wait_for`."""
