@@ -53,7 +53,7 @@ def score_responses(
 
     Args:
         config: the configuration of ``main_eval``.
-        notify: is told, about ten times, how many of all responses are scored.
+        notify: called about ten times with the number of responses that are scored, of all.
 
     Returns:
         for each prompt its data source and the scores of its responses.

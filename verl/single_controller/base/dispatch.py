@@ -52,10 +52,10 @@ class CallOutputs(list[T]):
 class PendingOutputs(CallOutputs[T]):
     """Outputs of a non-blocking call, one per rank in ``ranks``: Ray object references, or values if local."""
 
-    def __init__(self, outputs: Iterable[T], method: str, ranks: Sequence[int], number: int = 0) -> None:
+    def __init__(self, outputs: Iterable[T], method: str, ranks: Sequence[int], call_number: int = 0) -> None:
         super().__init__(outputs, method)
         self.ranks = ranks
-        self.number = number
+        self.call_number = call_number
         """Place of the call in the order in which the processes got their calls."""
 
 
@@ -328,9 +328,9 @@ def collect_dp_compute_data_proto(worker_group: CalledGroup, output: list[object
     method = output.method if isinstance(output, CallOutputs) else "the method"
     if not isinstance(output, PendingOutputs):
         return join(output, method)
-    ranks, number = output.ranks, output.number
+    ranks, call_number = output.ranks, output.call_number
     future = DataProtoFuture(functools.partial(join_batches, method=method), list(output))
-    future.wait_fn = lambda references: worker_group.wait_for(PendingOutputs(references, method, ranks, number))
+    future.wait_fn = lambda references: worker_group.wait_for(PendingOutputs(references, method, ranks, call_number))
     return future
 
 
@@ -339,7 +339,7 @@ def collect_nd_compute_data_proto(mesh_name: str, worker_group: CalledGroup, out
     ranks = worker_group.mesh(mesh_name).collecting_ranks
     rank_outputs = [output[rank] for rank in ranks]
     if isinstance(output, PendingOutputs):
-        rank_outputs = PendingOutputs(rank_outputs, output.method, ranks, output.number)
+        rank_outputs = PendingOutputs(rank_outputs, output.method, ranks, output.call_number)
     elif isinstance(output, CallOutputs):
         rank_outputs = CallOutputs(rank_outputs, output.method)
     return collect_dp_compute_data_proto(worker_group, rank_outputs)

@@ -321,13 +321,13 @@ class RayWorkerGroup(WorkerGroup):
 
     def _values(self, outputs: PendingOutputs[Any]) -> list[Any]:
         limit_s = left_s = self.hang_timeout_s
-        with self._waiting_calls.waiting(outputs.number):
+        with self._waiting_calls.waiting(outputs.call_number):
             while True:
                 try:
                     return ray.get(list(outputs), timeout=left_s)
                 except GetTimeoutError:
                     assert limit_s is not None
-                    left_s = self._waiting_calls.left_s(outputs.number, limit_s)
+                    left_s = self._waiting_calls.left_s(outputs.call_number, limit_s)
                     if left_s <= 0:
                         raise
 

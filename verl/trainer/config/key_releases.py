@@ -1,7 +1,7 @@
 """Keys of the releases v0.8.0, v0.9.0, v0.9.1 and 0.10 of verl that the YAML files here do not contain.
 
 ``ALIASES`` maps spellings of the releases to keys. ``RETIRED`` lists keys that nothing here reads: the default of the
-releases says nothing, another value is logged (``_told``) or, where it would change what a run computes, refused
+releases is ignored, another value is logged (``_logged``) or, where it would change what a run computes, refused
 (``_refused``). The first pattern that matches a key decides.
 """
 
@@ -94,7 +94,7 @@ ALIASES: tuple[Alias, ...] = (
 )
 
 
-def _told(reason: str, keys: Mapping[str, object]) -> tuple[Retired, ...]:
+def _logged(reason: str, keys: Mapping[str, object]) -> tuple[Retired, ...]:
     return tuple(Retired(pattern, reason, (None, default), refused=False) for pattern, default in keys.items())
 
 
@@ -121,8 +121,8 @@ RETIRED: tuple[Retired, ...] = (
     *_absent("tokens that go on from turn to turn without being rendered again", "data.continuous_token", "enable"),
     *_refused("a value model predicts no tokens, so it has no heads; leave it out", {"critic.model.mtp.enable": False}),
     Retired("critic.model.mtp", "a value model has no heads of multi-token prediction", (), refused=False, part=True),
-    *_told("it divides work alike", {"*model.lora.a2a_experimental": False}),
-    *_told(
+    *_logged("it divides work alike", {"*model.lora.a2a_experimental": False}),
+    *_logged(
         "how ranks of an engine share experts changes no result; expert_parallel_size says it",
         {"actor_rollout_ref.rollout.moe_tensor_parallel_size": 1},
     ),
@@ -166,17 +166,17 @@ RETIRED: tuple[Retired, ...] = (
         retired
         for section in ("*.veomni", "engine")
         for retired in (
-            *_told(
+            *_logged(
                 "experts are sharded over all ranks, as other weights are; the numbers are the same",
                 {f"{section}.expert_parallel_size": 1},
             ),
-            *_told(_FUSED, {f"{section}.cross_entropy_loss_implementation": None}),
-            *_told(
+            *_logged(_FUSED, {f"{section}.cross_entropy_loss_implementation": None}),
+            *_logged(
                 "attention over packed sequences is the same with every engine; model.override_config."
                 "attn_implementation chooses that of padded ones",
                 {f"{section}.attn_implementation": None} if section != "engine" else {},
             ),
-            *_told(
+            *_logged(
                 "model.use_liger chooses kernels of norms, gates and rotations, and PyTorch computes the rest",
                 {
                     f"{section}.{layer}_implementation": None
@@ -189,7 +189,7 @@ RETIRED: tuple[Retired, ...] = (
         )
     ),
     Retired("*.veomni", "with strategy=veomni the settings of fsdp_config are read", (), refused=False, part=True),
-    *_told(
+    *_logged(
         _FUSED,
         {
             "*.entropy_from_logits_chunk_size": 2048,
@@ -199,10 +199,10 @@ RETIRED: tuple[Retired, ...] = (
             "critic.model.fused_kernel_options": "torch",
         },
     ),
-    *_told(_UNPADDED, {"*.pad_to_length": False, "*.pad_bshd_to_minibatch_max": True}),
+    *_logged(_UNPADDED, {"*.pad_to_length": False, "*.pad_bshd_to_minibatch_max": True}),
     *(Retired("*.pad_to_length_bucket", _UNPADDED, (None, 512, 1024), refused=False),),
     *_refused("weights are always read from model.path; leave it true", {"*.load_weight": True}),
-    *_told(
+    *_logged(
         "a checkpoint is read by any number of ranks, however it was written",
         {
             "*.megatron.dist_ckpt_optim_fully_reshardable": False,
@@ -211,11 +211,11 @@ RETIRED: tuple[Retired, ...] = (
             "checkpoint.mbridge_config": {},
         },
     ),
-    *_told(
+    *_logged(
         "missing or unknown weights in a checkpoint are always an error",
         {"*.checkpoint.strict": True, "checkpoint.strict": True},
     ),
-    *_told(
+    *_logged(
         "how rows are computed does not change their numbers; model.use_remove_padding decides",
         {"*megatron.use_remove_padding": True, "engine.use_remove_padding": True},
     ),
@@ -235,15 +235,15 @@ RETIRED: tuple[Retired, ...] = (
             "engine.attn_implementation": None,
         },
     ),
-    *_told("model.enable_gradient_checkpointing decides", {"engine.activation_checkpointing": True}),
-    *_told("part of dynamic_context_parallel", {"*megatron.max_seqlen_per_dp_cp_rank": None}),
+    *_logged("model.enable_gradient_checkpointing decides", {"engine.activation_checkpointing": True}),
+    *_logged("part of dynamic_context_parallel", {"*megatron.max_seqlen_per_dp_cp_rank": None}),
     *_refused("only the policy's own choice of experts is replayed", {"*.megatron.router_replay.mode": "disabled"}),
     *_refused(
         "choices of routers are not written to files; leave it null",
         {"*.megatron.router_replay.record_file": None, "*.megatron.router_replay.replay_file": None},
     ),
     Retired("*.megatron.router_replay._target_", "a section has its own class", (), refused=False, part=True),
-    *_told("actor_rollout_ref.nccl_timeout applies to all roles", {"critic.nccl_timeout": 600}),
+    *_logged("actor_rollout_ref.nccl_timeout applies to all roles", {"critic.nccl_timeout": 600}),
     *_refused(
         "the critic's chat template and configuration are the policy's, or those of its model; leave it null",
         {"critic.model.custom_chat_template": None, "critic.model.hf_config_path": None},
@@ -254,24 +254,24 @@ RETIRED: tuple[Retired, ...] = (
         retired
         for optim in OPTIMIZERS
         for retired in (
-            *_told("the first update of a warm-up has 1/(w+1) of the rate", {f"{optim}.zero_indexed_step": True}),
+            *_logged("the first update of a warm-up has 1/(w+1) of the rate", {f"{optim}.zero_indexed_step": True}),
             *_refused(
                 "the schedule falls until the end of the run; leave it null",
                 {f"{optim}.lr_wsd_decay_steps": None},
             ),
-            *_told("part of a schedule that is not in this version", {f"{optim}.lr_wsd_decay_style": "exponential"}),
+            *_logged("part of a schedule that is not in this version", {f"{optim}.lr_wsd_decay_style": "exponential"}),
             *_refused("weight decay is constant; leave it out", {f"{optim}.weight_decay_incr_style": "constant"}),
             *_refused("gradients are summed in fp32; leave it out", {f"{optim}.main_grads_dtype": "fp32"}),
             *_refused("the optimizer's own weights are fp32; leave it out", {f"{optim}.main_params_dtype": "fp32"}),
-            *_told(
+            *_logged(
                 "exp_avg_dtype and exp_avg_sq_dtype say how moments are stored",
                 {f"{optim}.use_precision_aware_optimizer": False},
             ),
-            *_told(
+            *_logged(
                 "it saves memory, and the numbers are the same",
                 {f"{optim}.use_layer_wise_distributed_optimizer": False, f"{optim}.store_param_remainders": False},
             ),
-            *_told("a resumed run continues its schedule", {f"{optim}.use_checkpoint_opt_param_scheduler": False}),
+            *_logged("a resumed run continues its schedule", {f"{optim}.use_checkpoint_opt_param_scheduler": False}),
             *_refused(
                 "the optimizer keeps fp32 weights in addition to those of another precision; leave it out",
                 {f"{optim}.master_weights": True},
@@ -285,7 +285,7 @@ RETIRED: tuple[Retired, ...] = (
             ),
             *_refused("AdamW moves all other weights; leave it out", {f"{optim}.muon_scalar_optimizer": "adam"}),
             *_refused("set override_optimizer_config.ns_coefficients", {f"{optim}.muon_coefficient_type": "quintic"}),
-            *_told(
+            *_logged(
                 "updates are those of whole matrices, which PyTorch computes in bf16",
                 {f"{optim}.muon_tp_mode": "blockwise", f"{optim}.muon_fp32_matmul_prec": "medium"},
             ),
@@ -304,7 +304,7 @@ RETIRED: tuple[Retired, ...] = (
         "each response has its own seed, and the engine chooses its kernels; leave it false",
         {"actor_rollout_ref.rollout.full_determinism": False},
     ),
-    *_told("trainer.log_expert_counts counts them", {"*.moe_load_balance_metrics_interval": 0}),
+    *_logged("trainer.log_expert_counts counts them", {"*.moe_load_balance_metrics_interval": 0}),
     Retired(
         "actor_rollout_ref.rollout.trace.project_name",
         "a trace has the names of its run: trainer.project_name and trainer.experiment_name",
@@ -317,23 +317,23 @@ RETIRED: tuple[Retired, ...] = (
         (None, "${trainer.experiment_name}"),
         refused=False,
     ),
-    *_told(
+    *_logged(
         "all steps are kept, and steps that are not there are sampled",
         {f"{_SKIP}.action": "cache", f"{_SKIP}.max_dump_step": 1, "skip.*.action": "cache", "skip.*.steps": []},
     ),
     Retired(f"{_SKIP}._target_", "a section has its own class", (), refused=False, part=True),
     Retired("skip._target_", "a section has its own class", (), refused=False, part=True),
     # fully_async_main
-    *_told(
+    *_logged(
         "actor_rollout_ref.rollout.gpu_memory_utilization counts on ranks of their own too",
         {"actor_rollout_ref.rollout.standalone_gpu_memory_utilization": None},
     ),
-    *_told("validation is sampled by the rollout engines", {"async_training.use_trainer_do_validate": False}),
+    *_logged("validation is sampled by the rollout engines", {"async_training.use_trainer_do_validate": False}),
     *_refused(
         "ranks do not change between training and sampling; leave it false",
         {"async_training.use_dynamic_resource_scheduling": False},
     ),
-    *_told(
+    *_logged(
         "part of ranks that change between training and sampling, which is not in this version",
         {
             "async_training.dynamic_schedule_policy": "default",
@@ -341,11 +341,11 @@ RETIRED: tuple[Retired, ...] = (
             "async_training.dynamic_schedule_enable_rebalance": True,
         },
     ),
-    *_told(
+    *_logged(
         "actor_rollout_ref.rollout.max_num_seqs says how many responses an engine draws at once; others wait",
         {"async_training.concurrent_samples_per_replica": 16},
     ),
-    *_told(
+    *_logged(
         "algorithm.rollout_correction.bypass_mode says which log-probs are the old ones",
         {"async_training.compute_prox_log_prob": False, "actor_rollout_ref.actor.use_rollout_log_probs": True},
     ),
@@ -356,17 +356,17 @@ RETIRED: tuple[Retired, ...] = (
         refused=False,
         part=True,
     ),
-    *_told("one batch is sampled at a time", {"algorithm.filter_groups.max_inflight_gen_batches": 1}),
+    *_logged("one batch is sampled at a time", {"algorithm.filter_groups.max_inflight_gen_batches": 1}),
     # the judge's engine
-    *_told(
+    *_logged(
         _REQUESTS,
         {
             f"reward_model.rollout.{name}": default
             for name, default in (("do_sample", True), ("n", 1), ("temperature", 1.0), ("top_k", -1), ("top_p", 1))
         },
     ),
-    *_told(_REQUESTS, {"reward_model.rollout.ignore_eos": False, "reward_model.rollout.seed": 42}),
-    *_told(
+    *_logged(_REQUESTS, {"reward_model.rollout.ignore_eos": False, "reward_model.rollout.seed": 42}),
+    *_logged(
         "the engine of a judge gets its weights once",
         {"reward_model.rollout.layered_summon": False, "reward_model.rollout.multi_stage_wake_up": False},
     ),
@@ -381,14 +381,14 @@ RETIRED: tuple[Retired, ...] = (
         },
     ),
     # data
-    *_told("sounds are not in this version", {"data.audio_key": "audios"}),
+    *_logged("sounds are not in this version", {"data.audio_key": "audios"}),
     *_refused(
         "the image processor uses the settings of its file, preprocessor_config.json",
         {"data.mm_processor_kwargs": {}},
     ),
     *_refused("set data.apply_chat_template_kwargs.enable_thinking", {"data.enable_thinking_default": "none"}),
     # profilers
-    *_told(
+    *_logged(
         _OTHER_TOOLS,
         {
             "*profiler.finish_hook_cmd": None,
@@ -403,7 +403,9 @@ RETIRED: tuple[Retired, ...] = (
         Retired(pattern, _OTHER_TOOLS, (), refused=False, part=True)
         for pattern in ("*profiler.tool_config.torch.schedule", "*profiler.*precision_debugger")
     ),
-    *_told("only reinforcement learning is profiled", {"profiler.enable": False, "trainer.profile_interval": [-1, -1]}),
+    *_logged(
+        "only reinforcement learning is profiled", {"profiler.enable": False, "trainer.profile_interval": [-1, -1]}
+    ),
     Retired("profiler", "only reinforcement learning is profiled", (), refused=False, part=True),
 )
 
@@ -424,22 +426,22 @@ FREE_ENTRIES: tuple[Retired, ...] = (
     *(
         retired
         for name, why in IDLE.items()
-        for retired in _told(why, _entries("override_transformer_config", (name,)))
+        for retired in _logged(why, _entries("override_transformer_config", (name,)))
     ),
-    *_told("the section `megatron` has a key of this name", _entries("override_transformer_config", _SIZE_KEYS)),
+    *_logged("the section `megatron` has a key of this name", _entries("override_transformer_config", _SIZE_KEYS)),
     *_refused(
         "the model is built as its Hugging Face config says; leave it out",
         {"*override_transformer_config.normalization": "RMSNorm", "*override_transformer_config.swiglu": True},
     ),
-    *_told(
+    *_logged(
         "state in host memory is copied to the device for its step, a part at a time, and the numbers are the same",
         _entries("override_optimizer_config", _OPTIMIZER_MEMORY),
     ),
-    *_told(
+    *_logged(
         "it is read beside optimizer_cpu_offload",
         _entries("override_optimizer_config", ("optimizer_offload_fraction", "offload_fraction")),
     ),
-    *_told(
+    *_logged(
         "exp_avg_dtype and exp_avg_sq_dtype of optim say how moments are stored",
         _entries("override_optimizer_config", ("use_precision_aware_optimizer",)),
     ),

@@ -373,7 +373,7 @@ FORWARD_PASSES: tuple[tuple[str, str], ...] = (
 # `name=value`, or a name that no English word could be; with the sections that the message gives before it.
 _SETTING = re.compile(r"(?<![\w./'-])(?:[a-z]\w*\.)*(?:[a-z]\w*(?==[^=])|[a-z]\w*_\w+)(?![\w/(])")
 _MAX_LONGER_NAMES = 4
-"""Number of keys behind one name; of a name that more keys share, such as ``name``, none is told."""
+"""Most keys that may share a name; of names with more, such as ``name``, no key is reported."""
 
 
 def keys_named(text: str, root: type[BaseConfig]) -> list[str]:

@@ -6,7 +6,7 @@
     (Hydra)     (table)   (${...})          (table)    (derive)           (pydantic)           (sections, rules)
 
 The user gets the problems of names, types and bounds together, once there are none those of the rules, which may only
-follow from them, and last those of algorithms, whose registries need PyTorch: most mistakes are told before that is
+follow from them, and last those of algorithms, whose registries need PyTorch: most mistakes are reported before that is
 imported. The configuration does not change afterwards.
 """
 

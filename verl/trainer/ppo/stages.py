@@ -128,7 +128,7 @@ def compute_advantage(
     Returns:
         the batch with ``advantages`` and ``returns``, both (bsz, response_length), added or replaced.
     """
-    adv_needs(adv_estimator)  # an unknown name is told before what the batch lacks
+    adv_needs(adv_estimator)  # an unknown name is reported before missing columns
     data = with_response_mask(data)
     columns: dict[str, object] = {**data.non_tensor_batch, **dict(data.batch.items())}
     if "uid" in columns:

@@ -161,8 +161,8 @@ class PPOTrainer(TrainingLoop):
     experience_class: ClassVar[type[Lockstep]] = Lockstep
     """Samples and scores; made anew whenever workers start."""
     default: ClassVar[type[PPOTrainer]]
-    """The class of runs that name none. A public face above replaces it, because a program that imports the face may
-    have replaced methods of it."""
+    """Class that a run without one of its own uses. ``verl.compat`` sets it to ``RayPPOTrainer``, so that patches of
+    that class by users apply."""
 
     experience: ExperienceSource
     policy_workers: Any = None
