@@ -36,8 +36,8 @@ VAGUE = frozenset(
     }
 )
 # Measured, and never to be raised. A name is a noun of the field: prompts, adapters, step_index.
-MAX_VAGUE_NAMES = 259
-MAX_OF_NAMES = 44
+MAX_VAGUE_NAMES = 34
+MAX_OF_NAMES = 1
 """Variables, parameters and attributes called ``of_*``."""
 
 
