@@ -38,7 +38,6 @@ from examples.quickstart_real.make_task import most_frequent_accuracy
 from examples.quickstart_real.reward import compute_score
 from examples.quickstart_real.settings import (
     PROMPTS,
-    RESPONSES,
     STEPS,
     grpo_settings,
     samples_settings,
@@ -84,9 +83,13 @@ def train_on_own_answers(task: Path, model: Path, output: Path, seed: int, steps
     pq.write_table(pq.read_table(task / "rl_train.parquet").slice(0, PROMPTS * steps), prompts)
     generate = command("verl.trainer.main_generation", samples_settings(prompts, model, samples, seed))
     seconds = run_stage("Samples of the model before", generate, output / "samples.log")
-    right = right_conversations(pq.read_table(samples).to_pylist())
+    answered = pq.read_table(samples).to_pylist()
+    right = right_conversations(answered)
+    samples_count = sum(len(row["responses"]) for row in answered)
+    print(f"   {len(right)} different right answers of {samples_count} samples")
+    if not right:
+        raise SystemExit(f"the model {model} was never right, so there is nothing for it to learn from")
     pq.write_table(pa.Table.from_pylist(right), rows)
-    print(f"   {len(right)} different right answers of {PROMPTS * steps * RESPONSES} samples")
     sft, after = output / "sft", output / "sft_validation"
     for folder in (sft, after):
         folder.mkdir()
