@@ -143,17 +143,7 @@ def _import(name: str, path: str, key: str) -> ModuleType:
 
 
 def load_object(path: str, name: str, key: str, name_key: str | None = None) -> Any:
-    """Return the object ``name`` of the module at ``path``.
-
-    Args:
-        path: as in :func:`load_module`.
-        name: of the object.
-        key: the configuration key of ``path``, for error messages.
-        name_key: that of ``name``; None if ``key`` holds both.
-
-    Raises:
-        ConfigError: there is no such file, module or name.
-    """
+    """Return an object of the module at ``path``; arguments as in :func:`load_module`, and the key of ``name``."""
     module = load_module(path, key)
     if not hasattr(module, name):
         names = [key for key in vars(module) if not key.startswith("_")]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
 from tests.trainer.config.support import Run
@@ -127,3 +129,19 @@ def test_the_reward_function_is_read_though_other_sections_are_wrong(tmp_path):
     given["reward_model"] = {"timeout_s": "long"}
     with pytest.raises(ConfigError, match=r"^1 problem(.|\n)*reward_model\.timeout_s"):
         get_custom_reward_fn(OmegaConf.create(given))
+
+
+def test_a_program_overrides_keys_of_sections_that_only_releases_have():
+    overrides = [
+        "reward.reward_manager.name=dapo",
+        "sandbox_fusion.url=http://localhost:1",
+        "skip.rollout.enable=false",
+    ]
+    with initialize_config_module("verl.trainer.config", version_base=None):  # as hydra.main composes
+        cfg = hydra_compose("ppo_trainer", overrides=overrides)
+    assert (cfg.reward.reward_manager.name, cfg.reward.num_workers) == ("dapo", None)
+    config = load_config(cfg, of_program=True, with_rules=False)
+    assert (config.reward_manager.name, config.reward_model.num_workers) == ("dapo", 1)
+    assert config.reward_model.sandbox_fusion.url == "http://a:1"
+    assert as_composed(config).reward.reward_manager.name == "dapo"
+    assert "reward" not in compose([])  # a command of verl takes any key

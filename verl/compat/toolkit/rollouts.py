@@ -28,7 +28,9 @@ class RolloutSkip:
     """
 
     def __init__(self, config: PPOConfig | DictConfig | Mapping[str, object], rollout_wg: Any) -> None:
-        self.config = config if isinstance(config, PPOConfig) else load_config(config, with_rules=False)
+        self.config = (
+            config if isinstance(config, PPOConfig) else load_config(config, with_rules=False, of_program=True)
+        )
         self._rollout_wg = rollout_wg
 
     @property

@@ -36,6 +36,7 @@ from verl.supervision.interruption import interruptible
 from verl.trainer.config.flags import CONFIG_NAMES, Words, read_words
 from verl.trainer.config.keys import keys_named
 from verl.trainer.config.omegaconf_private import use_faster_parsers
+from verl.trainer.config.other_spellings import OTHER_SPELLINGS
 from verl.trainer.config.output_folder import output_folder
 from verl.trainer.config.overrides import force_overrides, keys_set, settings_of, takes_text
 from verl.trainer.config.translate import Translator
@@ -73,7 +74,11 @@ def _compose(words: Words, config_name: str, root: type[BaseConfig], job_name: s
     overrides = force_overrides(words.overrides, root, words.folders)
     with hydra.initialize_config_dir(version_base=None, config_dir=str(folder), job_name=job_name):
         name = words.flags.get("--config-name", config_name)
-        return hydra.compose(name, overrides=overrides, return_hydra_config=True)
+        os.environ[OTHER_SPELLINGS] = "none"
+        try:
+            return hydra.compose(name, overrides=overrides, return_hydra_config=True)
+        finally:
+            del os.environ[OTHER_SPELLINGS]
 
 
 def _find_verls_files(more: Path | None) -> None:

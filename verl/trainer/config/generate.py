@@ -26,6 +26,7 @@ from verl.config import (
 from verl.config.base import named_section_of
 from verl.trainer.config.fully_async import FULLY_ASYNC, ONE_STEP_OFF
 from verl.trainer.config.keys import InactiveKey, inactive_keys, iter_keys, plain, put
+from verl.trainer.config.other_spellings import OTHER_SPELLINGS, other_spellings
 from verl.trainer.config.overrides import CONFIG_DIR
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,13 @@ critic:
 reward_model:
   strategy: megatron
 """
+_NO_SPELLINGS = f"""\
+# @package _global_
+{_NOTE}
+# For the commands of verl, which take any key.
+"""
+_OTHER_SPELLINGS = """\
+# Keys under the names of other releases, so that programs may override them; null is not set."""
 _FULLY_ASYNC = "One RL run whose responses are sampled by other ranks, while these train"
 _ONE_STEP_OFF = "One RL run whose responses are sampled by other ranks, one step before these train on them"
 CHANGED = {
@@ -183,6 +191,10 @@ def files() -> dict[Path, str]:
     texts: dict[Path, str] = {Path(f"{name}.yaml"): _NOTE + text for name, text in CHANGED.items()}
     for entry in ENTRIES:
         texts[Path(f"{entry.name}.yaml")] = "\n".join(_entry_lines(entry)) + "\n"
+        if nulls := other_spellings(entry.root):
+            lines = ["# @package _global_", _NOTE, _OTHER_SPELLINGS, *_block(nulls, "")]
+            texts[Path("other_spellings/none.yaml")] = _NO_SPELLINGS
+            texts[Path(f"other_spellings/{entry.name}.yaml")] = "\n".join(lines) + "\n"
         for key in iter_keys(entry.root):
             if key.path in entry.groups:
                 assert key.section is not None
@@ -197,6 +209,8 @@ def _entry_lines(entry: Entry) -> Iterator[str]:
     yield from _heading(entry.root)
     if entry.groups:
         yield "defaults:"
+        if other_spellings(entry.root):
+            yield f"  - other_spellings: ${{oc.env:{OTHER_SPELLINGS},{entry.name}}}"
         for section, path in entry.groups.items():
             group, _, name = path.partition("/")
             yield f"  - {group}@{section}: {name}"

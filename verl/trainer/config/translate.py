@@ -42,6 +42,7 @@ from verl.trainer.config.keys import (
     same,
 )
 from verl.trainer.config.other_libraries import other_name, remedy_for, similar_name
+from verl.trainer.config.other_spellings import drop_unset, other_spellings
 
 _MISSING = object()
 UNREAD = "{keys}: only the class of custom_cls reads it, verl has no such key"
@@ -134,6 +135,8 @@ class Translator:
 
     def names(self, tree: Tree) -> None:
         """Move other spellings to their keys, in place."""
+        if self.of_program:
+            drop_unset(tree, other_spellings(self.root), self.explicit)
         self._fill_in_unset(tree)
         self._restore_sections(tree)
         if "trainer.v1.trainer_mode" in self.keys:
