@@ -140,7 +140,7 @@ def test_a_program_overrides_keys_of_sections_that_only_releases_have():
     with initialize_config_module("verl.trainer.config", version_base=None):  # as hydra.main composes
         cfg = hydra_compose("ppo_trainer", overrides=overrides)
     assert (cfg.reward.reward_manager.name, cfg.reward.num_workers) == ("dapo", None)
-    config = load_config(cfg, of_program=True, with_rules=False)
+    config = load_config(cfg, for_program=True, with_rules=False)
     assert (config.reward_manager.name, config.reward_model.num_workers) == ("dapo", 1)
     assert config.reward_model.sandbox_fusion.url == "http://a:1"
     assert as_composed(config).reward.reward_manager.name == "dapo"

@@ -29,7 +29,7 @@ class RolloutSkip:
 
     def __init__(self, config: PPOConfig | DictConfig | Mapping[str, object], rollout_wg: Any) -> None:
         self.config = (
-            config if isinstance(config, PPOConfig) else load_config(config, with_rules=False, of_program=True)
+            config if isinstance(config, PPOConfig) else load_config(config, with_rules=False, for_program=True)
         )
         self._rollout_wg = rollout_wg
 

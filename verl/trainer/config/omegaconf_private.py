@@ -58,8 +58,7 @@ def _keeping_texts(loader: Any) -> Any:
         """Whether a dotted key of a file takes texts."""
 
         def get_single_node(self) -> Any:
-            root = super().get_single_node()
-            self.keep_texts(root, ())
+            self.keep_texts(root := super().get_single_node(), ())
             return root
 
         def keep_texts(self, node: Any, path: tuple[str, ...]) -> None:
@@ -69,10 +68,8 @@ def _keeping_texts(loader: Any) -> Any:
             elif isinstance(node, yaml.SequenceNode):
                 for value in node.value:
                     self.keep_texts(value, path)
-            elif node is None or node.tag not in NUMBERS or re.fullmatch(r"0|[1-9]\d*", node.value):
-                return
-            elif self.is_text(".".join(path)):
-                node.tag = "tag:yaml.org,2002:str"
+            elif getattr(node, "tag", "") in NUMBERS and not re.fullmatch(r"0|[1-9]\d*", node.value):
+                node.tag = "tag:yaml.org,2002:str" if self.is_text(".".join(path)) else node.tag
 
     return TextLoader
 
@@ -96,8 +93,7 @@ def yaml_dumper() -> Any:
 def use_faster_parsers(is_text: Callable[[str], bool] = lambda key: False) -> None:
     """Let OmegaConf, and with it Hydra, read and write YAML by libyaml, and parse each ``${...}`` once, from now on.
 
-    Args:
-        is_text: whether a dotted key takes texts, so that an unquoted number stays as it is written.
+    An unquoted number at a dotted key that ``is_text`` stays as it is written.
     """
     yaml_loader().is_text = staticmethod(is_text)
     _utils.get_yaml_loader = yaml_loader

@@ -135,7 +135,7 @@ class Translator:
 
     def names(self, tree: Tree) -> None:
         """Move other spellings to their keys, in place."""
-        if self.of_program:
+        if self.for_program:
             drop_unset(tree, other_spellings(self.root), self.explicit)
         self._fill_in_unset(tree)
         self._restore_sections(tree)
