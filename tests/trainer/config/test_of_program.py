@@ -142,6 +142,6 @@ def test_a_program_overrides_keys_of_sections_that_only_releases_have():
     assert (cfg.reward.reward_manager.name, cfg.reward.num_workers) == ("dapo", None)
     config = load_config(cfg, for_program=True, with_rules=False)
     assert (config.reward_manager.name, config.reward_model.num_workers) == ("dapo", 1)
-    assert config.reward_model.sandbox_fusion.url == "http://a:1"
+    assert config.reward_model.sandbox_fusion.url == "http://localhost:1"
     assert as_composed(config).reward.reward_manager.name == "dapo"
     assert "reward" not in compose([])  # a command of verl takes any key
