@@ -79,7 +79,7 @@ def test_steps_and_ranks_that_are_not_chosen_write_nothing(tmp_path):
         group = LocalWorkerGroup(None, LocalWorkerGroup.describe(Recorded, config))
         profiles = StepProfiles(config, total_steps=3)
         for step in (1, 2, 3):
-            with profiles.of_step(step, {"actor_rollout": group, "critic": None}):
+            with profiles.profile_step(step, {"actor_rollout": group, "critic": None}):
                 torch.ones(2, 2).sin()
     files = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.json")}
     assert files == {"0/step2_actor_rollout_rank0.json", "0/step3_actor_rollout_rank0.json"}
@@ -89,10 +89,10 @@ def test_a_step_that_failed_leaves_nothing_in_the_way_of_its_repetition(tmp_path
     config = profiled(tmp_path, all_ranks=True)
     groups = {"actor_rollout": LocalWorkerGroup(None, LocalWorkerGroup.describe(Recorded, config))}
     profiles = StepProfiles(config, total_steps=3)
-    with pytest.raises(KeyError), profiles.of_step(2, groups):
+    with pytest.raises(KeyError), profiles.profile_step(2, groups):
         raise KeyError
     assert not list(tmp_path.iterdir())
-    with profiles.of_step(2, groups):
+    with profiles.profile_step(2, groups):
         torch.ones(2, 2).sin()
     found = spans(tmp_path / "step2_actor_rollout_rank0.json")
     assert len(found["aten::sin"]) == 1
@@ -114,7 +114,7 @@ def test_a_snapshot_of_memory_may_have_several_steps(tmp_path):
 
     profiles = Watched(PPOConfig(global_profiler=profiler), total_steps=5)
     for step in range(1, 6):
-        with profiles.of_step(step, {}):
+        with profiles.profile_step(step, {}):
             pass
     assert calls == [("start", 2), ("stop", 3), ("start", 5), ("stop", 5)]
 
