@@ -100,5 +100,5 @@ def test_an_update_waits_for_four_numbers_however_many_micro_batches_it_has(engi
     loss = PolicyLoss(ActorConfig(entropy_coeff=0.01, use_kl_loss=True))
     loss = loss if kind == "policy" else OwnForwardLoss(loss, TokenRecord(8))
     # Tokens of all ranks, whether losses are finite, metrics, the gradient's norm.
-    once = {"loss.py:of": 1, "non_finite.py:problems": 1, "loss.py:_read": 1, "optimizer.py:clip_gradients": 1}
+    once = {"loss.py:from_batch": 1, "non_finite.py:problems": 1, "loss.py:_read": 1, "optimizer.py:clip_gradients": 1}
     assert waits(engine, loss) == once
