@@ -104,8 +104,8 @@ def train_on_own_answers(task: Path, model: Path, output: Path, seed: int, steps
 def table(results: list[Result], prompts: int) -> str:
     """One row for each model; the standard error is that of one accuracy."""
     lines = [
-        "| model | held-out accuracy | standard error | right number in the text | seconds |",
-        "|---|---|---|---|---|",
+        "| model | held-out accuracy | standard error | seconds |",
+        "|---|---|---|---|",
     ]
     for result in results:
         error = (result.accuracy * (1 - result.accuracy) / prompts) ** 0.5

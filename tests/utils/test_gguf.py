@@ -78,6 +78,18 @@ def test_quantized_weights_become_fp32_with_exactly_their_values(model, tmp_path
     assert not torch.equal(weight, original)
 
 
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_weights_of_16_bits_keep_their_format_only_if_it_holds_the_norms_in_fp32_too(tmp_path, kind, is_exact):
+    model = tiny_model("llama", vocab=384, tie_word_embeddings=True)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(1.5 if is_exact else 1.0001)
+    file = write_gguf(model, tiny_tokenizer("bpe"), tmp_path / "a.gguf", gguf.GGMLQuantizationType[kind])
+    loaded = AutoModelForCausalLM.from_pretrained(resolve_model_path(str(file)), dtype="auto")
+    assert loaded.dtype == ({"F16": torch.float16, "BF16": torch.bfloat16}[kind] if is_exact else torch.float32)
+    assert torch.equal(loaded.model.norm.weight.float(), model.model.norm.weight)
+
+
 def test_text_is_split_by_the_rules_that_the_file_names(model, tmp_path, caplog):
     files = {split: write_gguf(model, tiny_tokenizer("bpe"), tmp_path / f"{split}.gguf", split=split)
              for split in ("smollm", "my-rules")}  # fmt: skip

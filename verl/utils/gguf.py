@@ -46,7 +46,7 @@ def converted_gguf(file: Path) -> str:
 def convert_gguf(file: Path, folder: Path) -> None:
     """Write the model, tokenizer, chat template and generation config of a GGUF file as a model folder.
 
-    Quantized weights become fp32, which holds each of their values exactly; other weights keep their format.
+    The folder's format holds each value exactly: bf16 or fp16 where that suffices for all weights, else fp32.
 
     Raises:
         ConfigError: the package gguf is missing, the file is damaged, or Transformers cannot read this kind of model.
@@ -88,9 +88,13 @@ def _facts(file: Path) -> tuple[torch.dtype, str | None]:
 
     reader = GGUFReader(file)
     formats = {tensor.tensor_type.name for tensor in reader.tensors}
-    exact = next((_FLOATS[name] for name in _FLOATS if name in formats), torch.float32)
+    short = [_FLOATS[name] for name in ("BF16", "F16") if name in formats]
+    # Files of 16-bit weights have norms in fp32, which mostly are 16-bit values too; then the short format holds all.
+    fp32 = [torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors if tensor.tensor_type.name == "F32"]
+    is_exact = len(short) == 1 and formats <= _FLOATS.keys()
+    is_exact = is_exact and all(torch.equal(weight.to(short[0]).float(), weight) for weight in fp32)
     field = reader.get_field("tokenizer.ggml.pre")
-    return exact if formats <= _FLOATS.keys() else torch.float32, None if field is None else field.contents()
+    return short[0] if is_exact else torch.float32, None if field is None else field.contents()
 
 
 def _set_split(tokenizer: PreTrainedTokenizerFast, split: str | None, file: Path) -> None:

@@ -83,8 +83,8 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # Not log_softmax, which is less exact for many tokens on CPUs.
-    chosen = wide.gather(-1, labels.masked_fill(labels == -100, 0).unsqueeze(-1)).squeeze(-1)
-    return (chosen - wide.logsumexp(-1)).masked_fill(labels == -100, 0.0)
+    target_logits = wide.gather(-1, labels.masked_fill(labels == -100, 0).unsqueeze(-1)).squeeze(-1)
+    return (target_logits - wide.logsumexp(-1)).masked_fill(labels == -100, 0.0)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
