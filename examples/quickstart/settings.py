@@ -113,6 +113,21 @@ def _ppo_settings(model: Path) -> Settings:
     }
 
 
+def generation_settings(model: Path, prompts: Path, file: Path) -> Settings:
+    """Responses of a model to the rows of a file, drawn from its whole distribution."""
+    return {
+        "model.path": model,
+        "data.path": prompts,
+        "data.output_path": file,
+        "rollout.top_p": 1.0,
+        "rollout.top_k": -1,
+        "rollout.dtype": "float32",
+        "trainer.controller": "local",
+        "trainer.device": "cpu",
+        "trainer.n_gpus_per_node": 1,
+    }
+
+
 def run_settings(output: Path, seed: int) -> Settings:
     """One rank in this process, and where it writes."""
     return {

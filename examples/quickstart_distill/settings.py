@@ -9,6 +9,7 @@ from examples.quickstart.settings import (
     RESPONSE_LENGTH,
     SFT_STEPS,
     Settings,
+    generation_settings,
     rl_settings,
     sft_settings,
 )
@@ -62,19 +63,11 @@ def distillation_settings(task: Path, model: Path, teacher: Path, output: Path, 
 def samples_settings(task: Path, teacher: Path, file: Path) -> Settings:
     """Responses of the teacher to the training prompts, drawn from its whole distribution."""
     return {
-        "model.path": teacher,
-        "data.path": task / "rl_train.parquet",
-        "data.output_path": file,
+        **generation_settings(teacher, task / "rl_train.parquet", file),
         "data.n_samples": SAMPLES,
         "data.batch_size": 512,
-        "rollout.top_p": 1.0,
-        "rollout.top_k": -1,
         "rollout.prompt_length": PROMPT_LENGTH,
         "rollout.response_length": RESPONSE_LENGTH,
-        "rollout.dtype": "float32",
-        "trainer.controller": "local",
-        "trainer.device": "cpu",
-        "trainer.n_gpus_per_node": 1,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from examples.quickstart.settings import Settings, policy_settings, run_settings
+from examples.quickstart.settings import Settings, generation_settings, policy_settings, run_settings
 
 PROMPTS, RESPONSES = 8, 8
 """Prompts of a step, and responses to each."""
@@ -47,19 +47,11 @@ def validation_settings(task: Path, model: Path, output: Path, seed: int) -> Set
 def samples_settings(prompts: Path, model: Path, file: Path, seed: int) -> Settings:
     """As many responses to each prompt as GRPO draws, from the model before training."""
     return {
-        "model.path": model,
-        "data.path": prompts,
-        "data.output_path": file,
+        **generation_settings(model, prompts, file),
         "data.n_samples": RESPONSES,
         "data.batch_size": PROMPTS,
-        "rollout.top_p": 1.0,
-        "rollout.top_k": -1,
         "rollout.prompt_length": PROMPT_LENGTH,
         "rollout.response_length": RESPONSE_LENGTH,
-        "rollout.dtype": "float32",
-        "trainer.controller": "local",
-        "trainer.device": "cpu",
-        "trainer.n_gpus_per_node": 1,
         "rollout.seed": seed,
     }
 
