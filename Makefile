@@ -198,7 +198,7 @@ lint: $(DEV) ## style and types
 docs: $(DEV) ## the documentation, strictly, into site/; SERVE=1 shows it on loopback, made again at every change
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(SERVE),serve,build --strict) --quiet
 
-config: $(DEV) ## regenerate YAML groups and docs/configuration.md from the dataclasses, verl-stubs from verl/compat/old_paths
+config: $(DEV) ## regenerate YAML groups and docs/configuration from the dataclasses, verl-stubs from verl/compat/old_paths
 	$(BIN)/python -m verl.trainer.config.generate
 	$(BIN)/python -m docs.generate.configuration
 	$(BIN)/python -m docs.generate.stubs

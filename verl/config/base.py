@@ -1,7 +1,7 @@
 """Base class and decorators of configuration sections, and the declaration of their fields.
 
 A section is a class under ``@section`` that derives from ``BaseConfig``. Each field has a type, a default, bounds
-where they make sense, and one sentence below it. The YAML files, docs/configuration.md, the list of known keys and
+where they make sense, and one sentence below it. The YAML files, docs/configuration, the list of known keys and
 the error messages are made from these classes, so a default is written once.
 
     @section

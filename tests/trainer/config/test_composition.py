@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import pickle
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from docs.generate.configuration import PAGE, reference_page
+from docs.generate.configuration import FOLDER, reference_pages
 from verl.base.nested import flat
 from verl.config import ActorRolloutRefConfig, DPOConfig, RMConfig
 from verl.config.base import BaseConfig
@@ -87,8 +88,15 @@ def test_no_other_file_is_left_over():
 
 
 def test_the_reference_is_the_one_that_the_classes_make():
-    page = PAGE.read_text()
-    assert page == reference_page()
+    pages = {page.name: page.read_text() for page in FOLDER.glob("*.md")}
+    assert pages == reference_pages(), "run `python -m docs.generate.configuration`"
+
+
+def test_the_reference_has_every_section_once():
+    text = "\n".join(text for name, text in reference_pages().items() if name != "index.md")
+    sections = Counter(line.removeprefix("## ") for line in text.splitlines() if line.startswith("## "))
+    assert max(sections.values()) == 1
+    assert {"actor_rollout_ref.actor.optim", "critic", "data of sft_trainer", "trainer.async"} <= set(sections)
 
 
 @pytest.mark.parametrize("name", ROOTS)
