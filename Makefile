@@ -12,7 +12,6 @@ ROUNDS ?= 8
 ALGORITHM ?= grpo
 STRATEGY ?= fsdp
 OF ?= quickstart
-PAGE ?= performance
 
 RUN := $(VENV)/.run-ready
 DEV := $(VENV)/.dev-ready
@@ -180,8 +179,8 @@ $(VLLM_SLOW:%=vllm-slow/%): vllm-slow/%:
 proofs: $(PEERS) ## every algorithm against its proofs, the comparison with TRL too; writes their pages
 	$(BIN)/python -m docs.generate.algorithms --write
 
-bench: $(PEERS) ## speed and memory against generate, vLLM (if .venv-vllm is built), TRL; writes docs/performance.md, or PAGE=agents_performance
-	$(BIN)/python -m benchmarks.performance --page $(PAGE) --write --vllm_python $(VLLM_PYTHON)
+bench: $(PEERS) ## speed and memory against generate, vLLM (if .venv-vllm is built), TRL; writes docs/performance.md
+	$(BIN)/python -m benchmarks.performance --write --vllm_python $(VLLM_PYTHON)
 
 chaos: $(RUN) ## break a run on purpose, and compare with the undisturbed one; ROUNDS=16 for longer, WRITE=--write for docs/internals/lost_processes.md
 	$(BIN)/python -m benchmarks.chaos --rounds $(ROUNDS) --seed $(SEED) $(WRITE)

@@ -1,4 +1,7 @@
-"""Processes of a data loader that are killed."""
+"""Processes of a data loader that are killed, or die because ``/dev/shm`` is full.
+
+Another process goes on: every row is read once, in the same order. After 3 failures without a batch the run stops.
+"""
 
 from __future__ import annotations
 

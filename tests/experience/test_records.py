@@ -1,4 +1,7 @@
-"""Samples on a disk that does not take them."""
+"""Dumps of samples on a disk that is full or unwritable.
+
+Training goes on, no partial line is written, and ``recovery/failed_dumps`` counts.
+"""
 
 from __future__ import annotations
 

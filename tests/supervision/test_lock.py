@@ -1,4 +1,10 @@
-"""The lock on a run's folder, between real processes."""
+"""The lock on a run's folder, between real processes.
+
+A second run that saves into one folder is refused before anything starts (with a main program of its own: at its first
+save), or waits 5 s for a run that is about to end. The lock is the kernel's (``flock`` on ``run.lock``), so a killed
+run leaves none behind; on NFS it works between machines if the mount supports locks. A run with
+``trainer.save_freq=-1`` takes it only if it saves, at SIGTERM.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Tracking: what reaches each tracker, failures that do not stop a run, secrets that stay home."""
+"""Tracking: destinations of metrics, failures that do not stop a run, and masked secrets.
+
+A full disk under the file tracker, or a server that fails, leaves the other trackers working; a client that takes more
+than 1 s to fail is skipped for 1, 3, 7, ... 63 calls. A server that is unreachable at the start is an error only if it
+is the only tracker. A wrong name or a missing login is always an error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Runs on days when the data, the rewards or the machine are not as they should be."""
+"""Runs with bad data, rewards or machines.
+
+A reward that is not finite fails its sample; a KL that is not finite is ignored by the controllers of KL and entropy,
+and its metric is NaN. If all rewards are equal, advantages and gradient are 0; if all samples failed, nothing is
+learned and the controllers do not change. Durations and the order of files do not depend on the clock of the machine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Runs in which updates are left out: counted, kept for inspection, and stopped when they do not end."""
+"""Runs whose updates are skipped: counted, saved for inspection, and stopped after ``recovery.max_bad_steps`` in a row.
+
+The first 3 batches of a sequence are saved in ``recovery.bad_batch_dir``, 12 files at most; ``meta_info`` has the
+reasons.
+"""
 
 from __future__ import annotations
 

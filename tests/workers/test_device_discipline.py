@@ -166,8 +166,8 @@ def test_bounds_of_packed_sequences_go_to_the_device_of_the_row():
 
 
 def listed() -> dict[str, str]:
-    """The rows of docs/internals/cuda.md: place → the test that runs it."""
-    rows = (line.split("|") for line in (ROOT / "docs/internals/cuda.md").read_text().splitlines())
+    """The rows of device_branches.md: place → the test that runs it."""
+    rows = (line.split("|") for line in (ROOT / "tests/workers/device_branches.md").read_text().splitlines())
     return {row[1].strip(" `"): row[2].strip() for row in rows if len(row) == 4 and ":" in row[1] and "`" in row[1]}
 
 

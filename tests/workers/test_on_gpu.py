@@ -1,4 +1,4 @@
-"""On a GPU: the branches of docs/internals/cuda.md, each against the same computation on the CPU. ``pytest -m gpu``."""
+"""On a GPU: the branches of device_branches.md, each against the same computation on the CPU. ``pytest -m gpu``."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_prompts_of_passes_are_those_that_one_counts(n, size):
     ("prompt", "response", "speed", "memory"), [(512, 128, 2.78, 271 / 746), (128, 512, 1.16, 705 / 780)]
 )
 def test_a_plan_agrees_with_what_was_measured(prompt, response, speed, memory):
-    # docs/internals/performance.md: log-probs and an update of 2 prompts with 8 responses, on a CPU. Fewer tokens reach
+    # docs/performance.md: log-probs and an update of 2 prompts with 8 responses, on a CPU. Fewer tokens reach
     # less of the peak there, which a plan does not know.
     work = Measured()
     fields = {

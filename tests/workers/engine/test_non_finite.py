@@ -1,4 +1,10 @@
-"""A loss or a gradient that is not finite: no rank changes anything, and what is said of it."""
+"""A loss or a gradient that is NaN or infinite, on one rank or all: the optimizer step is skipped on **all** ranks.
+
+Weights, moments and the weight version do not change; the learning-rate schedule goes on, because it counts steps of
+the run. The warning names the column of the batch, the model's output, the term of the loss or the parameter, with
+sample, ``uid``, token and the number of values. An infinite ``old_log_probs`` alone does not reach a loss that clamps
+the log-ratio.
+"""
 
 from __future__ import annotations
 

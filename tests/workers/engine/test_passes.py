@@ -1,4 +1,11 @@
-"""Passes that do not fit the memory, with the error that PyTorch's own allocator raises."""
+"""Micro-batches that do not fit in memory, with the error that PyTorch's own allocator raises.
+
+On one rank without FSDP the micro-batch is split in two and the mini-batch computed again. With several ranks the
+others wait in a collective that cannot be cancelled, so all workers restart from the last step with the new limit.
+The gradient is the same, because the denominators of a loss are those of the whole mini-batch, and the size that
+fitted applies for the rest of the run. A single sequence that does not fit stops the run. An error of the optimizer's
+own step, whose moments are allocated in the first one, is not split.
+"""
 
 from __future__ import annotations
 

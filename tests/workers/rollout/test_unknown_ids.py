@@ -1,4 +1,7 @@
-"""Rows of the embedding that the tokenizer does not know are never sampled."""
+"""Rows of the embedding that the tokenizer does not know (padded vocabularies) are never sampled by native and hf.
+
+vLLM and SGLang may sample them, and such a token has no text.
+"""
 
 from __future__ import annotations
 
