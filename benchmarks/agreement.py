@@ -6,7 +6,7 @@
 
 Tiny models with random weights, in fp32 on one rank and on two: their responses are drawn by a rollout engine in each
 rank, and one plain forward and backward pass of Transformers over each response alone, with the model's own attention
-and positions, says what log-probs and gradients should be. Prints the table of docs/internals/agreement.md. vllm and
+and positions, says what log-probs and gradients should be. Prints the rows of docs/internals/agreement.md. vllm and
 sglang apply adapters, unless they get merged weights. With vllm all models have heads of 32
 numbers, the fewest that it computes on a CPU; with sglang patches of pictures have 14 pixels a side, as it knows them.
 """
