@@ -274,13 +274,12 @@ def proofs_of(marked: Mapping[Claim, int], section: Section, name: str) -> list[
 
 
 def proof_table(marked: Mapping[Claim, int], section: Section) -> list[str]:
-    """Which proofs there are of each name."""
-    kinds = [kind for kind in KINDS if any(marked.get((kind, section.title, name)) for name in section.names)]
-    lines = [f"| | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
+    """The names of a section, by the kinds of proof that they have."""
+    names: dict[str, list[str]] = {}
     for name in section.names:
-        cells = " | ".join("yes" if marked.get((kind, section.title, name)) else "" for kind in kinds)
-        lines.append(f"| `{name}` | {cells} |")
-    return lines
+        names.setdefault(", ".join(proofs_of(marked, section, name)), []).append(f"`{name}`")
+    rows = (f"| {kinds} | {', '.join(proven)} |" for kinds, proven in names.items())
+    return ["| proofs | of |", "|---|---|", *rows]
 
 
 def settings_of(reproduces: Mapping[str, Sequence[str]]) -> list[str]:
