@@ -46,6 +46,8 @@ MATH_DAPO = [
     ("73", "Answer: 74", 0), ("73", "Answer: -73", 0), ("73", "Answer: 730", 0), ("73", "Answer: 7.3", 0),
     ("73", "Answer: 73!", 0), ("73", "Answer: 73/2", 0), ("73", "Answer: 73 or 74", 0),
     ("73", "Answer: 73\nAnswer: 74", 0), ("73", r"\boxed{73}", 0), ("3", "Answer: 1/3", 0),
+    ("56", "Answer: 5 points 6", 0), ("56", "Answer: 5 6", 1), ("56", r"Answer: 5^\circ6", 0),
+    ("56", r"Answer: \text{5}6", 0), ("1000", "Answer: 1 000 dollars", 1), ("5", "Answer: €5", 1),
     ("0.3333", "Answer: 1/3", 0), ("0", r"Answer: \frac{1}{10^{20}}", 0),
 ]  # fmt: skip
 BOXED = [

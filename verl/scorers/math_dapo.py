@@ -42,6 +42,8 @@ SHORT_FRACTION = re.compile(r"frac([^{])(.)")
 SHORT_ROOT = re.compile(r"sqrt([^{])")
 SHORT_POWER = re.compile(r"([_^])\{(\w)\}")
 THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
+SEPARATORS = re.compile(r"(?<=[0-9])(?: +(?=[0-9])|(?:,|\\[,;:! ]|~)(?=[0-9]{3}(?![0-9])))")
+DIGITS = re.compile(r"[0-9]+")
 
 
 def normalize_final_answer(final_answer: str) -> str:
@@ -128,7 +130,15 @@ def _is_same(*texts: str) -> bool:
     sides = [parsed.value for side in texts[0].split("=") if (parsed := read_number(side))]
     if have_different_units(*texts) or len(set(sides)) > 1:
         return False
+    if read_number(texts[0]) is None and _joins_numbers(texts[0], normalized[0]):
+        return False
     return normalized[0] == normalized[1] if left is None or right is None else left.value == right.value
+
+
+def _joins_numbers(text: str, normalized: str) -> bool:
+    """Return whether the removal of words and signs has made one number of two, as 56 of ``5 points 6``."""
+    written = DIGITS.findall(SEPARATORS.sub("", text))
+    return any(all(digits not in each for each in written) for digits in DIGITS.findall(normalized))
 
 
 def _are_same_whole_numbers(*texts: str) -> bool:

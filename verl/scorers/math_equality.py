@@ -9,14 +9,16 @@ a failed sample, for those are left out of training, and a policy could exploit 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import logging
 import re
 from collections.abc import Callable
 from typing import Any
 
 from verl.errors import RewardError
-from verl.scorers.answer_text import plain_answer, read_number
+from verl.scorers.answer_text import CURRENCY, plain_answer, read_number
 from verl.scorers.math_limits import is_text_bounded, limited
 from verl.scorers.registry import text_of_truth
 
@@ -39,23 +41,48 @@ _APART = re.compile(r"(?<![A-Za-z_^.\d])\d[\d.]*\s+(?!\d{3}(?!\d)|\d+\s*/)\d")
 _MIXED = re.compile(r"(-?\d+)(?:\s|\\[,;: ])+(\d+)/(\d+)")
 _SCIENTIFIC = re.compile(r"(-?\d{1,20}(?:\.\d{1,20})?)[eE]([+-]?\d{1,3})")
 _DECIMAL = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
-_UNIT = r"(?:[A-Za-z]{2,}|[mgshlLNJWVAK](?=\s*[\^/]))(?:\s*\^\s*(?:[23]|\{[23]\}))?"
-_WITH_WORDS = re.compile(rf"({_DECIMAL.pattern})\s+({_UNIT}(?:\s*/\s*(?:{_UNIT}|[mgshlL])|(?:\s+[A-Za-z]{{2,}})*))")
+_UNIT_NAMES = {
+    "centimeter": "cm", "centimetre": "cm", "cent": "\u00a2", "day": "day", "degree": "\u00b0", "dollar": "$",
+    "feet": "ft", "foot": "ft", "gram": "g", "hour": "h", "hr": "h", "inche": "inch", "inch": "inch", "kilogram": "kg",
+    "kilometer": "km", "kilometre": "km", "liter": "l", "litre": "l", "meter": "m", "metre": "m", "mile": "mi",
+    "milliliter": "ml", "millimeter": "mm", "minute": "min", "mph": "mph", "ounce": "oz", "percent": "%",
+    "pound": "lb", "sec": "s", "second": "s", "unit": "unit", "week": "week", "yard": "yd", "year": "year",
+}  # fmt: skip
+"""Symbols of units by their names in the singular."""
+_NAMED_UNIT = "|".join(
+    sorted({name for each in _UNIT_NAMES.items() for name in each if len(name) > 1 and name != "mi"})
+)
+_UNIT = (
+    rf"(?:[A-Za-z]{{4,}}|(?:(?i:{_NAMED_UNIT}|in|mi|am|pm|cc|hz|kw|kj|kph|mg|rpm)s?"
+    r"|(?!abc)(?=\w{0,2}[aeiou])[A-Za-z]{3})"
+    r"(?![A-Za-z])|[ap]\.m|[mgshlLNJWVAK](?=\s*[\^/]))(?:\s*\^\s*(?:[23]|\{[23]\}))?"
+)
+"""A word or a symbol; ``xy`` and ``abc`` are products."""
+_CLOCK = r"\d{1,2}:\d{2}"
+_WITH_WORDS = re.compile(
+    rf"({_DECIMAL.pattern}|{_CLOCK})\s+({_UNIT}(?:\s*/\s*(?:{_UNIT}|[mgshlL])|(?:\s+[A-Za-z]{{2,}})*))"
+)
 """A number with words or a unit after it, as ``5 square feet``, ``5 cm^2`` and ``5 m/s``."""
 _LETTER_UNIT = re.compile(rf"({_DECIMAL.pattern})\s+([mgshlL](?:\s*\^\s*(?:[23]|\{{[23]\}}))?)")
 _TEXT_UNIT = re.compile(
-    r"\\(?:text|textrm|mathrm|mbox|operatorname)\s*\{([^{}\\]*[A-Za-z][^{}\\]*)\}\s*(\^\s*(?:\d|\{\d\})\s*)?\Z"
+    r"\\(?:text|textrm|mathrm|mbox|operatorname)\s*"
+    r"\{(?=[^{}]*(?:[A-Za-z]{2}|(?<![A-Za-z])[mgshlLNJWVAKCF](?![A-Za-z])))((?:[^{}\\]|\\[,;:! ])*)\}"
+    r"\s*(\^\s*(?:\d|\{\d\})\s*)?\Z"
 )
+"""A unit in a text; of single letters ``i``, ``e`` and ``x`` are none."""
+_UPRIGHT = re.compile(r"\\(?:mathrm|text|textrm)\s*\{([ie])\}")
+"""The imaginary unit and the base of logarithms, as some write them."""
 _DEGREES = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:\\(?:text|mathrm)\s*\{\s*([CF])\s*\}|([CF]))?\s*\Z")
-_PRICE = re.compile(r"(-?)\\?\$\s*(\d[\d,]*(?:\.\d+)?)")
-_UNIT_WORD = re.compile(r"[A-Za-z]+|[^A-Za-z\s{}~]")
-_UNIT_NAMES = {
-    "centimeter": "cm", "centimetre": "cm", "cent": "\u00a2", "degree": "\u00b0", "dollar": "$", "feet": "ft",
-    "foot": "ft", "gram": "g", "hour": "h", "hr": "h", "inche": "in", "inch": "in", "kilogram": "kg", "kilometer": "km",
-    "kilometre": "km", "liter": "l", "litre": "l", "meter": "m", "metre": "m", "mile": "mi", "millimeter": "mm",
-    "minute": "min", "percent": "%", "pound": "lb", "sec": "s", "second": "s", "yard": "yd",
-}  # fmt: skip
-"""Symbols of units by their names in the singular."""
+_PRICE = re.compile(rf"(-?)({CURRENCY})\s*(\d[\d,]*(?:\.\d+)?)")
+_CURRENCIES = {"euro": "\u20ac", "pounds": "\u00a3", "yen": "\u00a5", "textdollar": "$", "dollar": "$"}
+_CAPITAL = re.compile(r"(?<![A-Za-z])(?:K(?![A-Za-z])|M(?=[A-Za-z]?(?![A-Za-z])))")
+"""Kelvin and mega, other than k and milli."""
+_UNIT_WORD = re.compile(r"[A-Za-z]+|[^A-Za-z\s{}~\\,;:!.]")
+_AFTER_VALUE = re.compile(
+    rf"(.*?\S)(?:(?<=[\d}})])|\s)\s*((?:(?:square|cubic|sq)\.?\s+)?(?:{_NAMED_UNIT}|(?<=\s)[a-z]{{4,}})s?"
+    rf"(?:\s*\^\s*(?:[23]|\{{[23]\}}))?(?:\s*(?:/|per\s)\s*(?:{_NAMED_UNIT}|[hsl]))?)"
+)
+"""Any value with a unit after it, as ``\\sqrt2 cm``, ``5km`` and ``2\\pi students``."""
 _LONG_WORD = re.compile(r"[A-Z]{2,}|[A-Za-z]{5,}")
 """A text, not a product of letters: words of capitals and long ones."""
 _EQUATION = re.compile(r"\s*(?:[A-Za-z]|\\[A-Za-z]+)\s*'?(?:_(?:\w|\{\w+\}))?\s*=([^=]*)")
@@ -75,10 +102,17 @@ _WORDS = re.compile(r"[A-Za-z]{3,}(?: [A-Za-z]+)*")
 _BASE = re.compile(r"[0-9A-Za-z]+_(?:\{(\d{1,9})\}|(\d{1,9}))")
 _BRACES = re.compile(r"(?:\\left\s*)?\\\{")
 _BRACKETS = re.compile(r"(?:\\left\s*)?[(\[]")
-_MULTIPLIERS = {"thousand", "million", "billion", "trillion", "hundred", "dozen", "half", "pair", "couple", "score"}
-"""Words after a number that change its value."""
-_NO_UNITS = _MULTIPLIERS | {"pi", "or", "and", "in", "mod"}
-"""Words after a number that change its value or continue the expression, and so are not a unit."""
+_NO_UNITS = {
+    "hundred", "thousand", "million", "billion", "trillion", "quadrillion", "mil", "mn", "bn", "k", "lakh", "crore",
+    "gros", "dozen", "half", "halve", "pair", "couple", "score", "tenth", "hundredth", "thousandth", "millionth",
+    "third", "fourth", "fifth", "sixth", "eighth", "squared", "cubed", "factorial", "doubled", "tripled", "negative",
+    "pi", "e", "or", "and", "in", "mod", "to", "not", "than", "plus", "minus", "time", "over", "divided", "sin", "cos",
+    "tan", "log", "ln", "exp", "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
+    "eleven", "twelve", "twenty", "thirty", "forty", "fifty", "sixty",
+}  # fmt: skip
+"""Words after a number, without a final s, that change its value or continue the expression, and so are not a unit."""
+_PRIMED = re.compile(r"\d'\d")
+_DOTS = re.compile(r"\\[lc]?dots(?![A-Za-z])|\.{3}|\u2026")
 
 
 def last_boxed_only_string(string: str) -> str | None:
@@ -195,8 +229,14 @@ def _is_equal(answer: str, truth: str) -> bool:
             return False
         if any(len(set(each)) < len(each) for each in members):  # the library would take them for sets
             return _are_same_members(*members)
-    if bool(_APART.search(answer)) != bool(_APART.search(truth)):
+    if any(bool(pattern.search(answer)) != bool(pattern.search(truth)) for pattern in (_APART, _DOTS, _PRIMED)):
         return False
+    if max(map(len, members)) > 1 and any(
+        map(_BRACKETS.match, (answer, truth))
+    ):  # the members of a point have an order
+        answer, truth = (
+            f"({side})" if len(each) > 1 else side for side, each in zip((answer, truth), members, strict=True)
+        )
     if not is_text_bounded(answer) or not is_text_bounded(truth):
         return False  # the same texts have been found equal before
     if (_BRACES.match(answer) and _BRACKETS.match(truth)) or (_BRACKETS.match(answer) and _BRACES.match(truth)):
@@ -244,7 +284,14 @@ def _library() -> tuple[Callable[[str], list[object]], Callable[[list[Any], list
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit
     # Of LaTeX only: by default it takes the last number of a text that it cannot read, as 5 of "@!# 5". Its time limits
     # are signals.
-    latex = [math_verify.LatexExtractionConfig()]
+    # Units are split off before (`_split_unit`): of the library's some are letters, so that 5t would be 5.
+    latex = [
+        math_verify.LatexExtractionConfig(
+            normalization_config=dataclasses.replace(
+                math_verify.LatexExtractionConfig().normalization_config, units=False
+            )
+        )
+    ]
     parse = functools.partial(math_verify.parse, extraction_config=latex, parsing_timeout=None)  # type: ignore[arg-type]
     verify = load_comparison()
     # A comparison that loads modules and fills caches has many more steps, and its result must not depend on that.
@@ -261,6 +308,7 @@ def canonical(text: str) -> str:
     """
     text = _LEADING.sub("", plain_answer(text))
     text = _PI.sub(r"\\pi ", text)
+    text = _UPRIGHT.sub(r"\1", text)
     text = _SPACE_IN_NUMBER.sub("", text)
     if formula := _FORMULA_WITH_WORDS.fullmatch(text):
         text = f"{formula[1]} {formula[2]}"
@@ -278,8 +326,7 @@ def readings(answer: str, truth: str) -> list[tuple[str, str]]:
     r"""Return the possible readings of two canonical answers as pairs; the answers are equal if one pair is.
 
     - ``50\%`` may mean 50 (the sign is a unit) or 0.5.
-    - Words after a number are a unit if the other answer is only a number: ``5 dollars`` is 5. Two different units, and
-      ``5 million`` and 5, are never equal.
+    - A unit may be left out: ``5 dollars`` is 5. Two different units, and ``5 million`` and 5, are never equal.
     - Words of three letters or more are compared without case, those of capitals or of five letters as texts.
     - Two numbers with different bases, such as ``10_2`` and ``10_3``, are never equal.
 
@@ -294,22 +341,14 @@ def readings(answer: str, truth: str) -> list[tuple[str, str]]:
     if _WORDS.fullmatch(answer) and _WORDS.fullmatch(truth):
         return [(answer.lower(), truth.lower())]
     (value, unit), (true_value, true_unit) = _split_unit(answer), _split_unit(truth)
-    if unit and true_unit:
-        return [(value, true_value)] if unit == true_unit else []
-    if _has_multiplier(unit or true_unit):
+    if unit and true_unit and unit != true_unit:
         return []
-    if _TEXT_UNIT.search(answer if unit else truth) and not _DEGREES.search(answer if unit else truth):
-        answer, truth = value, true_value
-    if _DECIMAL.fullmatch(truth):
-        answer = _without_unit(answer)
-    elif _DECIMAL.fullmatch(answer):
-        truth = _without_unit(truth)
-    plain = (_without_percent(answer), _without_percent(truth))
-    if (plain[0] == answer) == (plain[1] == truth):  # both with the sign, or both without
-        return [plain]
-    hundredths = (
-        (rf"\frac{{{plain[0]}}}{{100}}", truth) if plain[1] == truth else (answer, rf"\frac{{{plain[1]}}}{{100}}")
-    )
+    if unit != true_unit and _changes_value(unit or true_unit):
+        return []
+    if "%" not in (unit, true_unit) or unit == true_unit:
+        return [(value, true_value)]
+    plain = (value, true_value)
+    hundredths = (rf"\frac{{{value}}}{{100}}", truth) if unit else (answer, rf"\frac{{{true_value}}}{{100}}")
     return [plain, hundredths]
 
 
@@ -329,27 +368,32 @@ def _split_unit(text: str) -> tuple[str, str]:
     if words := _WITH_WORDS.fullmatch(text) or _LETTER_UNIT.fullmatch(text):
         return words[1], _spelled(words[2])
     if price := _PRICE.fullmatch(text):
-        return price[1] + price[2], "$"
+        return price[1] + price[3], _CURRENCIES.get(price[2].lstrip("\\").removesuffix("{}"), price[2][-1])
+    if named := _AFTER_VALUE.fullmatch(text):
+        return named[1], _spelled(named[2])
     return (_without_percent(text), "%") if text.endswith("%") else (text, "")
 
 
 def _spelled(unit: str) -> str:
     """Spell a unit by symbols: ``square feet`` is ``ft^2``."""
-    words: list[str] = [word.removesuffix("s") if len(word) > 2 else word for word in _UNIT_WORD.findall(unit.lower())]
+    unit = (
+        _CAPITAL.sub(lambda letter: {"K": "kelvin", "M": "mega"}[letter[0]], unit)
+        .lower()
+        .replace("a.m", "am")
+        .replace("p.m", "pm")
+    )
+    words: list[str] = [word.removesuffix("s") if len(word) > 2 else word for word in _UNIT_WORD.findall(unit)]
     symbols = [_UNIT_NAMES.get(word, word) for word in words]
     if symbols[:1] in (["square"], ["cubic"]):
         symbols = [*symbols[1:], "^", "2" if symbols[0] == "square" else "3"]
     return " ".join(symbols)
 
 
-def _has_multiplier(unit: str) -> bool:
-    return not _MULTIPLIERS.isdisjoint(unit.split())
+def _changes_value(unit: str) -> bool:
+    """Return whether words after a number are more than a unit: a multiplier, or a part of an expression."""
+    words = ["", *unit.split()]
+    return any(word in _NO_UNITS or (word.isdigit() and before != "^") for before, word in itertools.pairwise(words))
 
 
 def _without_percent(text: str) -> str:
     return text.removesuffix("%").removesuffix("\\").rstrip() if text.endswith("%") else text
-
-
-def _without_unit(text: str) -> str:
-    match = _WITH_WORDS.fullmatch(text)
-    return match[1] if match and not _NO_UNITS & set(_spelled(match[2]).split()) else text
