@@ -22,7 +22,7 @@ from tests.single_controller.mortal import Mortal
 from tests.single_controller.workers import batch_of
 from verl.errors import VerlError
 from verl.protocol import DataProto
-from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager, resource_pool, run_task
+from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager, run_task
 
 SYSTEM = {
     # A dead node is noticed after a second, instead of a quarter of a minute.
@@ -95,7 +95,7 @@ def main() -> dict[str, object]:
     pools.release()
 
     # Nobody replaces the next one.
-    resource_pool.REPLACEMENT_TIMEOUT_S = 4
+    pools.replacement_timeout_s = 4
     cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
     while sum(node["Alive"] for node in ray.nodes()) > 1:
         time.sleep(0.1)

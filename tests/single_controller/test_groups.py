@@ -22,6 +22,7 @@ from verl.single_controller.base import ClassWithInitArgs, Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.dispatch import PendingOutputs
 from verl.single_controller.local import LocalWorkerGroup
+from verl.trainer.worker_groups import WorkerGroups
 
 
 def test_workers_of_one_process_are_groups_of_their_own(pair):
@@ -78,11 +79,24 @@ def test_cores_of_a_node_are_divided_among_its_ranks(ray_cluster, monkeypatch):
 
     from verl.single_controller.ray.worker_group import _threads
 
-    node = ray.nodes()[0]["NodeID"]  # Ray counts four cores
+    nodes = ray.nodes()
+    node, calls = nodes[0]["NodeID"], []  # Ray counts four cores
+    monkeypatch.setattr(ray, "nodes", lambda: calls.append(1) or nodes)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert [_threads(node, ranks) for ranks in (1, 2, 3, 4, 5)] == [4, 2, 1, 1, 1]
+    assert [_threads({node: range(ranks)})[node] for ranks in (1, 2, 3, 4, 5)] == [4, 2, 1, 1, 1]
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert [_threads(node, ranks) for ranks in (1, 2, 3)] == [2, 1, 1]
+    assert _threads({node: range(2), "left": range(8)}) == {node: 1, "left": 1}
+    assert len(calls) == 6, "once for all nodes and ranks"
+
+
+def test_the_limit_of_the_start_reaches_the_processes(pool):
+    from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
+
+    pools = ResourcePoolManager({"global": [4]}, {"echo": "global"}, "cpu", resource_pool_dict={"global": pool})
+    groups = WorkerGroups(worker_classes={"echo": Echo}, pools=pools, group_class=RayWorkerGroup, device_name="cpu")
+    groups.start_timeout_s = 0.01
+    with pytest.raises(WorkerError, match=r"4 of 4 ranks of WorkerHost.* did not start within 0\.01 s"):
+        groups._start_processes({"echo": {}})
 
 
 def test_ranks_compute_with_their_share_of_the_cores(pool, monkeypatch):

@@ -62,6 +62,7 @@ def test_a_node_that_nobody_replaces_is_missed(seen):
     assert "asked for 2 ranks with one CPU each" in said
     assert "the cluster has 1 CPUs" in said
     assert said.count("health check failed") == 2
+    assert said.endswith("No machine came in its place within trainer.recovery.replacement_timeout_s=4 s.")
 
 
 def test_a_full_object_store_is_no_hang_and_says_what_to_do(seen):

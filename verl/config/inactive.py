@@ -330,7 +330,6 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             {"esi_redundant_time": 0},
         ),
         not_yet("steps to profile are a setting of the profiler; set global_profiler.steps", {"profile_steps": None}),
-        no_effect("Ray reports ranks that do not start", {"ray_wait_register_center_timeout": 300}),
         no_effect(
             "there is one implementation of the workers, whatever it says",
             {"use_legacy_worker_impl": "auto"},

@@ -47,6 +47,9 @@ class RecoveryConfig(BaseConfig):
     hang_timeout_s: float | None = setting(1800.0, gt=0)
     """Time limit of one call of a worker, in seconds, after which it counts as hung; unless set, more for a large
     model; null is no limit."""
+    replacement_timeout_s: float = setting(60.0, ge=0)
+    """How long a restart waits for a machine in place of one that died, in seconds (on Ray); a cloud needs 5 to 15
+    minutes to start one."""
     driver_restarts: int = setting(3, ge=0)
     """Restarts of a driver that was killed by a signal (on Linux, from the command line); 0 is none."""
     on_damaged_checkpoint: Literal["previous", "stop"] = setting("previous")
@@ -74,6 +77,8 @@ class PlacementConfig(BaseConfig):
         "cuda", refuse_values={"npu": "Ascend devices are not in this version; use cuda or cpu"}
     )
     """`cuda` uses the GPUs of the machine or of the Ray cluster, or the CPU if there are none; `cpu` always the CPU."""
+    ray_wait_register_center_timeout: float = setting(300.0, gt=0)
+    """Time limit of the start of all worker processes, in seconds; unless set, 2 per rank where that is more."""
     controller: Literal["ray", "local"] = setting("ray")
     """`ray` starts ranks as Ray actors; `local` runs one rank in this process, for a debugger."""
 

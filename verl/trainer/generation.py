@@ -109,6 +109,7 @@ def start_workers(config: GenerationConfig) -> WorkerGroup:
         pools=pools,
         group_class=controller.WorkerGroup,
         device_name=device,
+        start_timeout_s=config.trainer.ray_wait_register_center_timeout,
     )
     return worker_groups.start({"rollout": {"config": config.roles, "role": "rollout"}})["rollout"]
 

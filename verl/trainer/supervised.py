@@ -213,13 +213,17 @@ class SupervisedRunner:
         total_steps(config, len(cast(Sized, train)))  # raises for too few rows before anything starts
         controller, device = load_controller(trainer.controller), resolve_device(config)
         pools = controller.ResourcePoolManager(
-            {"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes}, {self.role: "global_pool"}, device
+            {"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes},
+            {self.role: "global_pool"},
+            device,
+            replacement_timeout_s=trainer.recovery.replacement_timeout_s,
         )
         worker_groups = WorkerGroups(
             worker_classes={self.role: self.worker_class(config)},
             pools=pools,
             group_class=controller.WorkerGroup,
             device_name=device,
+            start_timeout_s=trainer.ray_wait_register_center_timeout,
             hang_timeout_s=trainer.recovery.hang_timeout_s,
         )
         sampler = create_rl_sampler(data, train)

@@ -27,6 +27,8 @@ class WorkerGroups:
     group_class: Any
     """The controller's class, RayWorkerGroup or LocalWorkerGroup."""
     device_name: str | None
+    start_timeout_s: float = 300
+    """Seconds in which the constructors of a pool's workers must return."""
     hang_timeout_s: float | None = None
     """Seconds after which a call without an answer counts as a lost process; None waits without limit."""
     groups: dict[Hashable, WorkerGroup] = field(default_factory=dict)
@@ -93,7 +95,12 @@ class WorkerGroups:
             members.setdefault(self.pools.get_resource_pool(role), {})[role] = worker
         for pool, workers in members.items():
             colocated = self.group_class.colocate({str(role): worker for role, worker in workers.items()})
-            group = self.group_class(resource_pool=pool, ray_cls_with_init=colocated, device_name=self.device_name)
+            group = self.group_class(
+                resource_pool=pool,
+                ray_cls_with_init=colocated,
+                device_name=self.device_name,
+                ray_wait_register_center_timeout=self.start_timeout_s,
+            )
             self._processes[self.pools.mapping[next(iter(workers))]] = group
             group.guard(self.hang_timeout_s)
             views = group.spawn(prefix_set=[str(role) for role in workers])

@@ -80,6 +80,12 @@ def test_time_limits_that_were_not_set_follow_the_largest_model(run: Run, caplog
         config = run.load()
     assert (config.actor_rollout_ref.nccl_timeout, config.trainer.recovery.hang_timeout_s) == (3525, 7050)
     assert "actor_rollout_ref.nccl_timeout: 3525 and not 600, because a model of 141 GB is read" in caplog.text
+    assert config.trainer.ray_wait_register_center_timeout == 300
+    many = {"trainer.nnodes": 128, "trainer.n_gpus_per_node": 8, "data.train_batch_size": 1024}
+    many["actor_rollout_ref.actor.ppo_mini_batch_size"] = 1024
+    assert run.load(many).trainer.ray_wait_register_center_timeout == 2048
+    many["trainer.ray_wait_register_center_timeout"] = 100
+    assert run.load(many, explicit=set(many)).trainer.ray_wait_register_center_timeout == 100
     keys = {"actor_rollout_ref.nccl_timeout": 600, "trainer.recovery.hang_timeout_s": None}
     config = run.load(keys, explicit=set(keys))
     assert (config.actor_rollout_ref.nccl_timeout, config.trainer.recovery.hang_timeout_s) == (600, None)

@@ -86,6 +86,7 @@ class Service:
             pools=controller.ResourcePoolManager({"global_pool": ranks}, {ROLE: "global_pool"}, device),
             group_class=controller.WorkerGroup,
             device_name=device,
+            start_timeout_s=config.trainer.ray_wait_register_center_timeout,
         )
         arguments = {ROLE: {"config": config}}
         # Before the model loads, because the port may be taken.

@@ -42,7 +42,8 @@ class LocalWorkerGroup(WorkerGroup):
     All local groups of a process share one environment (rank 0 of 1) and one ``torch.distributed`` process group,
     which the workers create. Arguments and outputs are dispatched as on Ray. Batches, tensors and arrays are copied,
     so that in-place writes of worker and driver stay separate as on Ray; everything else is passed by reference.
-    A non-blocking call has already run when it returns. ``device_name`` is ignored: the worker chooses its device.
+    A non-blocking call has already run when it returns. ``device_name`` is ignored: the worker chooses its device; so
+    is ``ray_wait_register_center_timeout``, because the constructor runs in this call.
 
     Raises:
         ResourceError: the pool or ``WORLD_SIZE`` in the environment has several ranks.
@@ -53,6 +54,7 @@ class LocalWorkerGroup(WorkerGroup):
         resource_pool: ResourcePool | None = None,
         ray_cls_with_init: ClassWithInitArgs | None = None,
         device_name: str | None = None,
+        ray_wait_register_center_timeout: float = 300,
     ) -> None:
         if ray_cls_with_init is None:
             raise WorkerError("LocalWorkerGroup needs ray_cls_with_init: LocalWorkerGroup.describe(cls, ...).")

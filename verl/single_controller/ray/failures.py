@@ -259,7 +259,7 @@ def late_start(started: Mapping[int, ObjectRef], call: GroupCall, timeout_s: flo
             f"{text}No process was found for them: other actors hold the processors, or the node of their pool is gone."
         )
     snapshots = _snapshots(ranks)
-    text += "If their constructor takes that long, raise ray_wait_register_center_timeout."
+    text += "If their constructor takes that long, raise trainer.ray_wait_register_center_timeout (seconds)."
     return ProcessLostError("\n".join([text, *_places(ranks, snapshots, late_ranks), _written(snapshots, call.stage)]))
 
 

@@ -18,7 +18,6 @@ from verl.single_controller.ray.processes import dead_nodes
 from verl.single_controller.ray.session import restart_if_lost
 
 START_TIMEOUT_S = 30  # for a reservation: finished workers may still be freeing theirs, or a dead node still count
-REPLACEMENT_TIMEOUT_S = 60  # for a new node to join, after one of a pool has died
 
 
 @dataclass(eq=False)
@@ -248,13 +247,16 @@ class ResourcePoolManager(PoolManager):
 
     def _check_fits(self) -> None:
         requests = [(counts, self.device_name != "cpu") for counts in self.resource_pool_spec.values()]
-        deadline = time.monotonic() + (REPLACEMENT_TIMEOUT_S if self.resource_pool_dict and dead_nodes() else 0)
+        limit_s = self.replacement_timeout_s if self.resource_pool_dict and dead_nodes() else 0
+        deadline = time.monotonic() + limit_s
         while True:
             try:
                 return check_fits(requests)
             except ResourceError as error:
                 if time.monotonic() >= deadline:
-                    raise ResourceError(f"{error}{self._pools()}") from None
+                    key = "trainer.recovery.replacement_timeout_s"
+                    waited = f" No machine came in its place within {key}={limit_s:g} s." if limit_s else ""
+                    raise ResourceError(f"{error}{self._pools()}{waited}") from None
             time.sleep(0.5)
 
     def _pools(self) -> str:

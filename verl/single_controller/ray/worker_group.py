@@ -212,26 +212,30 @@ class RayWorkerGroup(WorkerGroup):
             bundle.occupants += 1
         cls_with_args = self.ray_cls_with_init
         actor_cls: Any = ray.remote(cls_with_args.cls)
-        for rank in range(len(bundles)):
-            options = self._options(rank, bundles, pool)
+        ranks_on_node: dict[str, list[int]] = {}
+        for rank, bundle in enumerate(bundles):
+            ranks_on_node.setdefault(bundle.node_id, []).append(rank)
+        threads = _threads(ranks_on_node)
+        for rank, bundle in enumerate(bundles):
+            options = self._options(rank, bundle, ranks_on_node[bundle.node_id], threads[bundle.node_id], pool)
             options["lifetime"] = "detached" if detached else None
             self._workers.append(actor_cls.options(**options).remote(*cls_with_args.args, **cls_with_args.kwargs))
             self._worker_names.append(options["name"])
 
-    def _options(self, rank: int, bundles: list[Bundle], pool: RayResourcePool) -> dict[str, Any]:
-        bundle = bundles[rank]
-        on_node = [other for other, location in enumerate(bundles) if location.node_id == bundle.node_id]
+    def _options(
+        self, rank: int, bundle: Bundle, on_node: list[int], threads: int, pool: RayResourcePool
+    ) -> dict[str, Any]:
         # Ray rounds shares to the nearest 1e-4. Rounded down here, as otherwise the last group may not fit.
         share = math.floor(1e4 / pool.max_colocate_count) / 1e4
         environment = {
-            "WORLD_SIZE": len(bundles),
+            "WORLD_SIZE": len(self._bundles),
             "RANK": rank,
             "LOCAL_WORLD_SIZE": len(on_node),
             "LOCAL_RANK": on_node.index(rank),
             "MASTER_ADDR": self.master_address,
             "MASTER_PORT": self.master_port,
             STACKS_FOLDER_ENV: stacks_folder(),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or _threads(bundle.node_id, len(on_node)),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or threads,
         }
         actor_options = getattr(self.ray_cls_with_init, "options", {})
         runtime = actor_options.get("runtime_env", {})
@@ -451,13 +455,14 @@ def _store_shared(calls: Sequence[Call]) -> None:
                 store_all(rows.non_tensor_batch.values(), ray.put)
 
 
-def _threads(node_id: str, ranks: int) -> int:
-    """Number of OpenMP threads of a rank: the node's cores divided by its ranks."""
-    cores = next((int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["NodeID"] == node_id), 1)
-    if node_id == ray.get_runtime_context().get_node_id():
+def _threads(ranks_on_node: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Return for each node the number of OpenMP threads of a rank: the node's cores divided by its ranks."""
+    cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
+    here = ray.get_runtime_context().get_node_id()
+    if here in cores:
         # num_cpus of ray.init may be more than the node has.
-        cores = min(cores, os.cpu_count() or 1)
-    return max(1, cores // ranks)
+        cores[here] = min(cores[here], os.cpu_count() or 1)
+    return {node: max(1, cores.get(node, 1) // len(ranks)) for node, ranks in ranks_on_node.items()}
 
 
 def _rendezvous(bundle: Bundle) -> tuple[str, str]:

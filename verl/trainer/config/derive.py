@@ -231,19 +231,22 @@ def _staged_wake_up(tree: Tree, keys: Mapping[str, Key], explicit: Collection[st
 
 
 def _time_limits(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> list[str]:
-    """Raise limits that were not set to what the largest model of the run needs; tell which."""
+    """Raise limits that were not set to what the run's ranks and its largest model need; tell which."""
+    needed = {
+        "trainer.ray_wait_register_center_timeout": (2.0 * (ranks := _ranks(tree)), f"{ranks} ranks start"),
+    }
     models = (get(tree, path) for path in keys if path.endswith("model.path"))
     limits = max((time_limits(model) for model in models), key=lambda limits: limits.file_bytes, default=None)
-    if limits is None:
-        return []
+    if limits is not None:
+        cause = f"a model of {limits.file_bytes / 1e9:.0f} GB is read"
+        needed["actor_rollout_ref.nccl_timeout"] = limits.collective_s, cause
+        needed["trainer.recovery.hang_timeout_s"] = limits.call_s, cause
     remarks = []
-    needed = {"actor_rollout_ref.nccl_timeout": limits.collective_s, "trainer.recovery.hang_timeout_s": limits.call_s}
-    for path, seconds in needed.items():
+    for path, (seconds, cause) in needed.items():
         is_default = path in keys and path not in explicit and same(get(tree, path), keys[path].default)
         if is_default and seconds > keys[path].default:
             put(tree, path, seconds)
-            size = f"{limits.file_bytes / 1e9:.0f} GB"
-            remarks.append(f"{path}: {seconds:g} and not {keys[path].default:g}, because a model of {size} is read")
+            remarks.append(f"{path}: {seconds:g} and not {keys[path].default:g}, because {cause}")
     return remarks
 
 

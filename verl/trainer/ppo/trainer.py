@@ -208,6 +208,7 @@ class PPOTrainer(TrainingLoop):
             pools=resource_pool_manager,
             group_class=self.ray_worker_group_cls,
             device_name=self.device_name,
+            start_timeout_s=config.trainer.ray_wait_register_center_timeout,
             hang_timeout_s=config.trainer.recovery.hang_timeout_s,
         )
         super().__init__(config, CheckpointPlan.from_ppo_config(config.trainer), worker_groups)
