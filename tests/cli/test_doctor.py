@@ -53,6 +53,9 @@ def test_a_driver_that_is_too_old_for_the_build_of_pytorch_is_told(cuda, driver,
 def test_too_little_of_something_is_a_warning():
     assert doctor._enough("disk", 2**30, 2 * 2**30, "free space").verdict == "warn"
     assert doctor._enough("disk", 2**31, 2 * 2**30, "free space").verdict == "ok"
+    small = doctor._shared_memory(16 * 2**30, 1000 * 2**30)
+    assert (small.verdict, small.remedy) == ("warn", "mount /dev/shm larger (docker run --shm-size=400g)")
+    assert doctor._shared_memory(500 * 2**30, 1000 * 2**30).verdict == "ok"
 
 
 def test_a_folder_that_cannot_be_written_is_told(monkeypatch, tmp_path):

@@ -1,10 +1,13 @@
 """Devices, the process group of one process, local copies of remote files."""
 
+import datetime
 import logging
 import os
 import shutil
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -29,6 +32,7 @@ from verl.utils.device import (
     get_torch_device,
     is_cuda_available,
     memory_metrics,
+    one_allocation,
     set_expandable_segments,
     use_interface_to,
 )
@@ -57,6 +61,50 @@ def test_one_process_is_a_group_of_its_own():
     assert memory_metrics(CPU)["perf/cpu_memory_used_gb"] == pytest.approx(in_use, rel=0.2)
 
 
+class _CountedStore(dist.Store):
+    """What ranks write where they meet, and the bytes that they read there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = dist.HashStore()
+        self.read_bytes = 0
+
+    def set(self, key: str, value: bytes) -> None:
+        self.values.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        value = self.values.get(key)
+        self.read_bytes += len(value)
+        return value
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        self.values.wait(keys)
+
+
+def test_ranks_connect_only_to_those_with_which_they_exchange():
+    ensure_process_group(CPU)
+    read = {}
+    for ranks in (4, 16):
+        store = _CountedStore()
+        with ThreadPoolExecutor(ranks) as threads:
+            groups = list(threads.map(partial(_gloo, store, ranks), range(ranks)))
+            assert store.read_bytes == 0
+            sums = list(threads.map(_sum_of_ones, groups))
+        assert sums == [ranks] * ranks
+        read[ranks] = store.read_bytes
+    assert read[16] < 1.1 * 4 * read[4], "a constant for each rank; without lazy connections n³"
+
+
+def _gloo(store: dist.Store, ranks: int, rank: int) -> dist.ProcessGroupGloo:
+    return dist.ProcessGroupGloo(store, rank, ranks, datetime.timedelta(seconds=60))
+
+
+def _sum_of_ones(group: dist.ProcessGroupGloo) -> float:
+    ones = torch.ones(1)
+    group.allreduce([ones]).wait()
+    return ones.item()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_ranks_of_several_machines_use_the_interface_that_reaches_the_first(monkeypatch, caplog):
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -80,12 +128,25 @@ def test_workers_of_users_find_the_cpu(caplog):
     assert torch.zeros(1).to(get_device_id()).device == CPU
     assert (get_nccl_backend(), get_resource_name(), get_torch_device()) == ("gloo", "CPU", torch.cpu)
     assert not is_cuda_available
-    set_expandable_segments(True)
     config = OmegaConf.create({"trainer": {"device": "cuda"}})
     OmegaConf.set_struct(config, True)
     auto_set_device(config)
     assert config.trainer.device == "cpu"
     assert "this machine has no such device" in caplog.text
+
+
+def test_settings_of_the_allocator_survive_a_single_allocation():
+    settings = torch._C._accelerator_getAllocatorSettings
+    before = settings()
+    try:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True,max_split_size_mb:512")
+        with one_allocation():
+            assert settings() == "max_split_size_mb:512,expandable_segments:False"
+        assert settings() == "expandable_segments:True,max_split_size_mb:512"
+        set_expandable_segments(False)
+        assert settings() == "max_split_size_mb:512,expandable_segments:False"
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
 
 
 def test_a_copy_that_another_account_prepared_is_not_read(tmp_path, caplog):

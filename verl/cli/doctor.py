@@ -32,8 +32,9 @@ FILES = 65_536
 """Open files that Ray and its workers take on a machine with many cores."""
 PROCESSES = 8_192
 """Processes and threads of one user: Ray, PyTorch and OpenMP start hundreds of threads in each process."""
-SHARED_BYTES = 8 * 2**30
-"""Shared memory below which Ray's object store spills to disk."""
+SHARED_SHARE = 0.4
+"""Part of the memory that /dev/shm should have (Linux gives it 0.5, containers 64 MB): Ray's store takes 0.3 of the
+memory if it finds as much there, else batches go to disk; new weights on their way to engines need room beside it."""
 DISK_BYTES = 20 * 2**30
 """A model of 1.5 billion parameters with its optimizer's state, twice."""
 MEMORY_BYTES = 8 * 2**30
@@ -220,12 +221,17 @@ def _limits() -> Iterator[Finding]:
     yield _enough("disk", psutil.disk_usage(".").free, DISK_BYTES, "free space, or set trainer.default_local_dir")
     yield _this_folder()
     if Path("/dev/shm").is_dir():
-        remedy = "mount /dev/shm larger (docker run --shm-size=16g)"
-        yield _enough("shared memory", psutil.disk_usage("/dev/shm").total, SHARED_BYTES, remedy)
+        yield _shared_memory(psutil.disk_usage("/dev/shm").total, psutil.virtual_memory().total)
     yield _limit("open files", resource.RLIMIT_NOFILE, FILES, f"ulimit -n {FILES}")
     yield _limit("processes", resource.RLIMIT_NPROC, PROCESSES, f"ulimit -u {PROCESSES}")
     if Path("/dev/infiniband").is_dir():
         yield _limit("locked memory", resource.RLIMIT_MEMLOCK, resource.RLIM_INFINITY, "ulimit -l unlimited")
+
+
+def _shared_memory(total: int, memory: int) -> Finding:
+    """Compare /dev/shm with the memory of the machine: Ray's store, which has the batches, and weights share it."""
+    share = int(SHARED_SHARE * memory)
+    return _enough("shared memory", total, share, f"mount /dev/shm larger (docker run --shm-size={share >> 30}g)")
 
 
 def _limit(name: str, kind: int, needed: int, command: str) -> Finding:

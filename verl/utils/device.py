@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,9 @@ def ensure_process_group(device: torch.device, timeout_s: float = 600, backend: 
     Reads ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` from the environment; a single process needs
     none of them.
     """
+    # Gloo groups connect two ranks when they first exchange something. PyTorch would connect all
+    # pairs at once, for which the ranks read 8·n³ bytes of addresses from the store of rank 0.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if dist.is_initialized():
         return
     backend = backend or backend_for(device)
@@ -181,9 +185,11 @@ auto_set_ascend_device_name = auto_set_device  # its name before verl 0.6
 
 
 def set_expandable_segments(enable: bool) -> None:
-    """Let PyTorch's CUDA allocator grow its segments (less fragmentation) or not; nothing without a GPU."""
-    if is_cuda_available:
-        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{enable}")
+    """Let PyTorch's CUDA allocator grow its segments (less fragmentation) or not; its other settings stay."""
+    # PyTorch sets what a text leaves out to its defaults, so the text has the settings of now.
+    settings = re.sub(r"(?i)\s*expandable_segments\s*:\s*\w+\s*,?", "", torch._C._accelerator_getAllocatorSettings())
+    settings = ",".join(filter(None, [settings.rstrip(", "), f"expandable_segments:{enable}"]))
+    torch._C._accelerator_setAllocatorSettings(settings)
 
 
 @contextmanager
@@ -192,12 +198,9 @@ def one_allocation() -> Iterator[None]:
 
     Pieces of PyTorch's expandable segments go to another process as file descriptors, which containers forbid.
     """
-    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    is_expandable = "expandable_segments:true" in settings.lower()
-    if is_expandable:
-        set_expandable_segments(False)
+    settings = torch._C._accelerator_getAllocatorSettings()
+    set_expandable_segments(False)
     try:
         yield
     finally:
-        if is_expandable:
-            set_expandable_segments(True)
+        torch._C._accelerator_setAllocatorSettings(settings)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -33,7 +34,7 @@ from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.single_controller.base.board import Board
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.utils.device import ensure_process_group, get_device
+from verl.utils.device import ensure_process_group, get_device, use_interface_to
 from verl.utils.model import hf_config_of, switch_off_dropout, torch_dtype, training_randomness
 from verl.utils.model_facts.time_limits import time_limits
 from verl.utils.tokenizer import tokenizer_of
@@ -139,6 +140,9 @@ class ActorRolloutRefWorker(EngineWorker):
     def init_model(self) -> None:
         """Load the models and engines of the role."""
         model, actor, ref = self.config.model, self.config.actor, self.config.ref
+        if not self.config.hybrid_engine:
+            # NCCL reads it once, in the first group, whose ranks may be those of one machine; weights go to others.
+            use_interface_to(os.environ["MASTER_ADDR"])
         if "actor" in self.parts:
             self.engine = self.make_engine(
                 "language_model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ def test_variables_of_the_user_reach_the_server(monkeypatch: pytest.MonkeyPatch)
     assert "VLLM_CPU_OMP_THREADS_BIND" not in process_environment(torch.device("cuda"))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
     assert "VLLM_CPU_OMP_THREADS_BIND" not in process_environment(cpu)  # what is in the environment stays
+
+
+def test_machines_that_share_a_home_folder_compile_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, variable = torch.device("cuda"), "VLLM_CACHE_ROOT"
+    for name in (variable, "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert variable not in process_environment(gpu)
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert process_environment(gpu)[variable].endswith(f"/vllm/{socket.gethostname()}")
+    monkeypatch.setenv(variable, "/cache")
+    assert variable not in process_environment(gpu)
 
 
 def test_on_a_cpu_vllm_does_not_take_half_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import RolloutError
-from verl.utils.device import use_interface_to
 from verl.workers.rollout.weights import SharedBuffer, SharedPart
 from verl.workers.transfer.link import Link
 from verl.workers.transfer.transport import Participant, Sent, WeightTransport, register_transfer
@@ -36,8 +35,6 @@ class Broadcasts:
         link.write(f"joins/{participant.rank}", True)
         for rank in range(participant.size):
             link.read(f"joins/{rank}")
-        if isinstance(link.store, dist.TCPStore):
-            use_interface_to(link.store.host)  # ranks of one machine have no default group that has chosen one
         store = dist.PrefixStore(f"{link.transfer}/group", link.store)
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()

@@ -7,7 +7,7 @@ import gc
 import hmac
 import os
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from verl_images import image_item, read_image_file
 _RECENT_IMAGES = 32  # images kept in memory after they were read
 _OPEN_PATHS = ("/health",)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class WeightLoader:
@@ -41,6 +42,8 @@ class WeightLoader:
     add_lora: Callable[..., bool]
     heads: HeadsAlone | None = None
     """Heads of multi-token prediction that this update has weights of."""
+    absent_experts: Set[int] = frozenset()
+    """Experts that this worker does not have, as others of its expert-parallel group do."""
 
     def weights_device(self) -> str | None:
         """Return the identity of the GPU on which this worker holds its weights; None on a CPU."""
@@ -66,7 +69,8 @@ class WeightLoader:
             checked = with_checksums(weights, checksums, self.device, share, divided_by_columns(model))
             self._load_weights(model, checked)
             weights.close()
-            _copy_waiting(memory)
+            if _copy_waiting(memory) and memory.is_cuda:
+                torch.cuda.synchronize(memory.device)  # the handle closes, which unmaps what the copies read
         storage = StorageWeakRef(memory.untyped_storage())
         del memory
         if not storage.expired():
@@ -91,6 +95,9 @@ class WeightLoader:
 
         def model_weights() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
+                expert = _EXPERT.search(name)
+                if expert is not None and int(expert[1]) in self.absent_experts:
+                    continue  # vLLM would keep it until the whole layer has come
                 match = _LAYER.match(name)
                 if match is not None and int(match[1]) >= layers:
                     head_weights.append((name, tensor))
@@ -107,7 +114,11 @@ class WeightLoader:
 
     def begin_weights(self) -> None:
         """Prepare vLLM to load all weights again."""
-        self.begin_layers(self.model_runner.get_model())
+        model = self.model_runner.get_model()
+        # With EPLB the maps have the numbers of copies, of which an expert may have several.
+        has_copies = self.vllm_config.parallel_config.enable_eplb
+        self.absent_experts = frozenset() if has_copies else absent_experts(model)
+        self.begin_layers(model)
 
     def begin_layers(self, model: nn.Module) -> None:
         """Prepare vLLM to load all weights of a model again."""
@@ -172,16 +183,29 @@ class HeadsAlone(nn.Module):
         return iter(self._alone)
 
 
-def _copy_waiting(memory: Tensor) -> None:
-    """Copy what vLLM keeps of a part's memory: weights of layers of which not all have come."""
+def absent_experts(model: nn.Module) -> Set[int]:
+    """Return the experts that no layer of this worker has, by vLLM's maps from all experts to the worker's (-1: none).
+
+    To be called between two updates: within one the maps are on the device ``meta``.
+    """
+    tables = (getattr(layer, "expert_map", None) for layer in model.modules())
+    maps = [table for table in tables if isinstance(table, Tensor)]
+    absent = [{expert for expert, index in enumerate(table.tolist()) if index < 0} for table in maps]
+    return set.intersection(*absent) if absent else frozenset()
+
+
+def _copy_waiting(memory: Tensor) -> int:
+    """Copy what vLLM keeps of a part's memory, weights of layers of which not all have come; return how many."""
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
-    begin = memory.untyped_storage().data_ptr()
+    begin, copies = memory.untyped_storage().data_ptr(), 0
     for layer in LAYERWISE_INFO.values():
         for _, call in layer.loaded_weights:
             for name, value in call.arguments.items():
                 if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == begin:
                     call.arguments[name] = value.clone()
+                    copies += 1
+    return copies
 
 
 class RequireToken:

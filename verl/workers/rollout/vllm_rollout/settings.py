@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -217,6 +218,11 @@ def process_environment(device: torch.device, machines: EngineMachines | None = 
     if device.type == "cpu":
         # Otherwise vLLM pins its threads to cores that other processes use too.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if int(ranks) > int(os.environ.get("LOCAL_WORLD_SIZE", ranks)):
+        # Machines that share a home folder would compile into the same one at once.
+        caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        variables["VLLM_CACHE_ROOT"] = os.path.expanduser(f"{caches}/vllm/{socket.gethostname()}")
     if machines is not None:
         variables |= {MACHINE_VARIABLE: machine_identity(), "VLLM_HOST_IP": machines.address}
     return {name: value for name, value in variables.items() if name not in os.environ}
