@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from markdown.extensions.toc import slugify
 
 from docs.generate import papers
 from verl.algorithms import (
@@ -83,7 +82,7 @@ CHOSEN = {
     "[presets](internals/rollout_correction.md#presets).",
     "dro": f"Chosen by `{LOSS_MODE}=dro` with `actor_rollout_ref.actor.policy_loss.dro_beta`.",
 }
-"""How a loss is turned on for which the code holds no published settings."""
+"""How a loss is turned on that needs more than its name."""
 LOSS_PROOFS = ("by hand", "oracle", "reductions", "gradient", "masks", "edges", "partition")
 
 
@@ -282,47 +281,44 @@ def proof_table(marked: Mapping[Claim, int], section: Section) -> list[str]:
     return ["| proofs | of |", "|---|---|", *rows]
 
 
-def settings_of(reproduces: Mapping[str, Sequence[str]]) -> list[str]:
-    """Links to published settings."""
-    titles = [papers.title_of(setting) for setting in reproduces]
-    links = ", ".join(f"[{title}](papers.md#{slugify(title, '-')})" for title in titles)
-    return [f"Settings: {links}.", ""] if titles else []
+def paper_of(paper: str, function: Callable) -> list[str]:
+    """Where it is described, unless its docstring says so."""
+    is_missing = paper and paper.rpartition("/")[2] not in (inspect.getdoc(function) or "")
+    return [f"Paper: {linked(paper)}.", ""] if is_missing else []
 
 
-def paper_of(paper: str) -> list[str]:
-    """Where it is described."""
-    return [f"Paper: {linked(paper)}.", ""] if paper else []
+ESTIMATOR_NOTATION = (
+    "R is the sum of the rewards r_t of a response; mean_g, std_g and max are over its siblings, the responses to the "
+    "same prompt. A group of one has the baseline 0 and the scale 1."
+)
+LOSS_NOTATION = (
+    "A is the advantage, r = π / π_old the ratio of a token, μ the policy that sampled; sg[x] has no gradient."
+)
 
 
 def estimator_entries() -> list[str]:
     """Every estimator; other names of one point to it."""
-    lines, first = [], {}
+    lines, first = [ESTIMATOR_NOTATION, ""], {}
     for name in estimator_names():
         function, needs = get_adv_estimator_fn(name), adv_needs(name)
         lines += [f"### {name}", ""]
         if (known_as := first.setdefault(function, name)) != name:
             lines += [f"Another name of [{known_as}](#{known_as}).", ""]
             continue
-        lines += described(function) + paper_of(needs.paper) + settings_of(needs.reproduces)
+        lines += described(function) + paper_of(needs.paper, function)
     return lines
 
 
 def loss_entries() -> list[str]:
     """Every policy loss, with the aggregation that belongs to it."""
-    lines = []
+    lines = [LOSS_NOTATION, ""]
     for name in policy_loss_names():
         function, info = get_policy_loss_fn(name), policy_loss_info(name)
-        lines += [f"### {name}", "", *described(function)]
-        if f"/{_number(info.paper)}" not in (inspect.getdoc(function) or ""):
-            lines += paper_of(info.paper)
+        lines += [f"### {name}", "", *described(function), *paper_of(info.paper, function)]
         if info.modes is not None:
             lines += [f"Suitable aggregations: {', '.join(f'`{mode}`' for mode in info.modes)}.", ""]
-        lines += settings_of(info.reproduces) or [CHOSEN.get(name, f"Chosen by `{LOSS_MODE}={name}`."), ""]
+        lines += [CHOSEN[name], ""] if name in CHOSEN else []
     return lines
-
-
-def _number(paper: str) -> str:
-    return paper.rpartition("/")[2]
 
 
 def distillation_entries() -> list[str]:
@@ -335,8 +331,7 @@ def distillation_entries() -> list[str]:
     for name in DISTILLATION_LOSSES:
         info = distillation_loss_info(name)
         if info.reads != "sampled":
-            lines += [f"### {name}", "", *described(info.function), *paper_of(info.paper)]
-        lines += settings_of(info.settings.reproduces)
+            lines += [f"### {name}", "", *described(info.function), *paper_of(info.paper, info.function)]
     return lines
 
 
@@ -413,7 +408,7 @@ TAIL = """
 
 REFERENCE_HEAD = f"""# Algorithm reference
 
-Formulas, papers and published settings of the [algorithms](../algorithms.md). {MADE}
+Formulas and papers of the [algorithms](../algorithms.md); [papers](../papers.md) has published settings. {MADE}
 
 """
 

@@ -51,13 +51,11 @@ def agg_loss(
         seq-mean-token-sum-norm  dp · Σ_i (Σ_t l·m) / (B · S)    S = loss_scale_factor or response_length
         prompt-mean              dp · Σ_g (Σ_{i in g} Σ_t l·m / N_g) / G    over the groups of the mini-batch
 
-    In ``prompt-mean`` every prompt has the same weight, and so has every token inside its group of N_g tokens;
-    :func:`prepare_aggregation` computes its ``row_weights``. ``seq-mean-token-sum-norm`` is Dr. GRPO's constant length
-    normaliser (arXiv:2503.20783).
+    In ``prompt-mean`` every prompt has the same weight, and so has every token inside its group of N_g tokens.
+    ``seq-mean-token-sum-norm`` is Dr. GRPO's constant length normaliser (arXiv:2503.20783).
 
-    If a trajectory is several rows (training sequences of an agent loop), B counts trajectories, and the inner mean of
-    ``seq-mean-token-mean`` is over all tokens of the trajectory, by ``row_weights``: a trajectory has the loss that it
-    would have as one sequence.
+    If a trajectory is several rows (training sequences of an agent loop), B and the inner mean of
+    ``seq-mean-token-mean`` are those of trajectories: each has the loss that it would have as one sequence.
 
     Over any partition of a mini-batch into micro-batches and ranks, the sum of ``agg_loss(part, **totals) / dp_size``
     equals ``agg_loss(whole)``. A sequence without a valid token adds nothing, but counts in B. Values of ``loss_mat``

@@ -73,8 +73,7 @@ def compute_grpo_outcome_advantage(
 
         A_i = (R_i - mean_g R) / (std_g R + ε)
 
-    With ``norm_adv_by_std_in_grpo=False`` the denominator is 1 (Dr. GRPO, arXiv:2503.20783). The advantage of a group
-    of one is its own reward over 1 + ε.
+    With ``norm_adv_by_std_in_grpo=False`` the denominator is 1 (Dr. GRPO, arXiv:2503.20783).
     """
     groups, rewards = Groups.from_ids(index, response_mask), rewards_of_responses(token_level_rewards, response_mask)
     scores = group_relative(*rewards, groups, epsilon, norm_adv_by_std_in_grpo)
@@ -101,7 +100,7 @@ def compute_rloo_outcome_advantage(
 
         A_i = R_i - (1/(n-1)) Σ_{j≠i} R_j = (R_i - mean_g R) · n / (n - 1)
 
-    A group of one has no siblings: its advantage is its own reward.
+    The baseline of a group of one is 0.
     """
     groups = Groups.from_ids(index, response_mask)
     centred = groups.centred(*rewards_of_responses(token_level_rewards, response_mask))
@@ -130,10 +129,8 @@ def compute_grpo_passk_outcome_advantage(
 
         A_i = (R_i - max_{j≠i} R_j) / (std_g R + ε) for the best i, 0 for the others
 
-    The numerator is what the group's maximum would lose without i, so it is 0 for all if several are best, as those
-    are whose rewards differ by rounding alone. With
-    ``norm_adv_by_std_in_grpo=False`` the denominator is 1. The advantage of a group of one is its own reward over 1 +
-    ε, as in ``grpo``.
+    The numerator is what the group's maximum would lose without i, so it is 0 for all if several are best. With
+    ``norm_adv_by_std_in_grpo=False`` the denominator is 1.
     """
     groups = Groups.from_ids(index, response_mask)
     rewards, rounding = rewards_of_responses(token_level_rewards, response_mask)
@@ -165,8 +162,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
         A = whiten(R_i - mean_g R)
 
-    over all tokens of the batch, so long responses weigh more in its mean and deviation. The baseline of a group of one
-    is 0.
+    over all tokens of the batch, so long responses weigh more in its mean and deviation.
     """
     groups = Groups.from_ids(index, response_mask)
     centred = groups.centred(*rewards_of_responses(token_level_rewards, response_mask))
@@ -217,9 +213,8 @@ def compute_gpg_outcome_advantage(
 
         A_i = α (R_i - mean_g R) / f_norm        α = rows / rows with R ≠ 0
 
-    α is that of verl. The paper's is rows / rows with a gradient, which excludes every group with equal rewards, be
-    they all zero or all full. If no row has a reward every advantage is 0. The baseline of a group of one is 0. Rows
-    without a token of the policy are not counted. ``f_norm`` is a constant scale.
+    α is that of verl; the paper's is rows / rows with a gradient, which excludes every group with equal rewards. If no
+    row has a reward every advantage is 0. ``f_norm`` is a constant scale.
     """
     groups = Groups.from_ids(index, response_mask)
     rewards, rounding = rewards_of_responses(token_level_rewards, response_mask)  # 0 in rows without tokens
@@ -242,9 +237,8 @@ def compute_maxrl_outcome_advantage(
 
         A_i = (R_i - mean_g R) / mean_g R, 0 where the mean is 0
 
-    For rewards of 0 and 1 the mean is the estimated success rate p, and (R - p)/p estimates ∇ log p where ``grpo``
-    without deviation estimates ∇ p. The result does not depend on the scale of the rewards. A group of one has the
-    baseline 0 and the scale 1.
+    For rewards of 0 and 1 the mean estimates the success rate p, and (R - p)/p estimates ∇ log p where ``grpo`` without
+    deviation estimates ∇ p.
 
     Raises:
         RewardError: a reward is negative: the mean is then no success rate, and dividing by it could change every sign.
@@ -288,11 +282,10 @@ def compute_gdpo_outcome_advantage(
 
         A_i = whiten(Σ_k w_k · (r_{k,i} - mean_g r_k) / (std_g r_k + ε))
 
-    Normalising each component keeps one of small spread from being dominated by one of large spread, as happens when
-    the sum is normalised. Each component is treated as ``grpo`` treats the reward.
+    So a component of small spread is not dominated by one of large spread, as happens when the sum is normalised.
 
-    ``gdpo_reward_keys`` are keys of the dict that the reward function returns; the batch has a column (bsz,) of numbers
-    for each. ``gdpo_reward_weights`` are the w_k, one per key; None is 1 for all.
+    ``gdpo_reward_keys`` are keys of the dict that the reward function returns, ``gdpo_reward_weights`` the w_k; None is
+    1 for all.
 
     Raises:
         ConfigError: no keys, or another number of weights.
@@ -369,10 +362,9 @@ def compute_hierarchical_grpo_advantage(
 
     The group of an agent of ``episode_agents`` is its kind within one trajectory, such as all ``solver/1``,
     ``solver/2``, ... of the problem that was proposed there; that of another agent is the same agent in the
-    trajectories of the prompt (``index``), as in ``grpo``. Without such agents it is ``grpo``.
+    trajectories of the prompt (``index``), as in ``grpo``.
 
-    ``trajectory_id`` and ``agent`` are (bsz,). R is the reward of the agent: what its turns got, and the score of the
-    trajectory, which all of its agents share.
+    R is the reward of the agent: what its turns got, and the score of the trajectory, which all of its agents share.
     """
     ids = index.tolist() if isinstance(index, (np.ndarray, Tensor)) else list(index)
     kinds, inside = [str(name).partition("/")[0] for name in agent], set(episode_agents or ())
@@ -398,10 +390,9 @@ def compute_rae_advantage(
 
         A_i = R_i - b_role        then for each reward: b ← α b + (1 - α) R        b = 0 at the start
 
-    For games in which one side's reward is the other's loss: a mean over both would say nothing, and one side may win
-    more often whatever it does. ``role_baselines`` are the b before this batch, (bsz,), which the trainer keeps for
-    each ``data_source`` and agent (:class:`RoleBaselines`); α is ``rae_decay``. It needs no siblings: ``rollout.n=1``
-    will do. With b = 0 it is REINFORCE.
+    For games in which one side's reward is the other's loss, so that a mean over both would say nothing.
+    ``role_baselines`` are the b before this batch, (bsz,), which the trainer keeps for each ``data_source`` and agent
+    (:class:`RoleBaselines`); α is ``rae_decay``. It needs no siblings.
 
     Paper: SPIRAL, https://arxiv.org/abs/2506.24119. Here the baseline is that before the batch, so that it does not
     depend on the response.

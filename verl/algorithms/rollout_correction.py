@@ -267,7 +267,7 @@ def off_policy_sequence_mask(
         M_t = 0 where A_t < 0 and mean_t (log μ - log π) > δ, else 1
 
     The mean is over the tokens of the response. A model learns from its own mistakes; one that it would no longer make
-    can only do harm. Good responses stay, however old. It depends on one response alone and has no gradient.
+    can only do harm. Good responses stay, however old.
 
     Paper: off-policy sequence masking of DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 8 and 9.
 

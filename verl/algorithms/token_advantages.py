@@ -167,8 +167,8 @@ def compute_bi_level_gae_advantage_return(
 
         δ_t = r_t + γ V_{t+1} - V_t        A_t = δ_t + γλ A_{t+1}        returns = A + V
 
-    So λ < 1 weakens credit within a turn, and from turn to turn once each, however long the turns are. The advantages
-    are then whitened over the batch. With a single turn it is ``gae``.
+    So λ < 1 weakens credit within a turn, and once from each turn to the next. The advantages are then whitened over
+    the batch. With a single turn it is ``gae``.
     """
     high = gamma if high_level_gamma is None else high_level_gamma
     ends = turn_ends(response_mask)
@@ -272,9 +272,8 @@ def compute_optimal_token_baseline_advantage(
     the gradient of log π_t in the logits. Truncated importance weights ρ (``rollout_is_weights``, if rollout
     correction makes them) scale that gradient: w_t becomes ρ_t² w_t.
 
-    Where no sibling has a token at t, as in a group of one and beyond the end of the second longest response, the only
-    return would be its own baseline, so B_t = 0 there. With ``handle_zero_tail=False`` this holds only for a group of
-    one, and the other such tokens have an advantage of nearly 0.
+    Where no sibling has a token at t the only return would be its own baseline, so B_t = 0 there; with
+    ``handle_zero_tail=False`` only in a group of one.
     """
     returns, rounding = _returns_with_rounding(token_level_rewards, response_mask)
     gradient = 1 - 2 * zero_masked(old_log_probs, response_mask).exp() + sum_pi_squared
@@ -314,7 +313,7 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     """The optimal token baseline for responses with tool outputs: siblings are compared at the policy's n-th token.
 
     It is ``optimal_token_baseline`` on responses from which all masked tokens have been removed, so that the length of
-    a tool's output does not change which tokens are compared. Both results are at the original positions of the tokens.
+    a tool's output does not change which tokens are compared.
     """
     valid, width = response_mask.bool(), response_mask.shape[1]
     index_in_response = valid.cumsum(-1) - 1
@@ -437,16 +436,13 @@ def compute_gigpo_advantage(
         A^S_k = (G_k - mean_s G) / (std_s G + ε), 0 if alone      over all turns of the siblings from the state s of k
         G_k   = R_k + Γ G_{k+1}                                   R_k the rewards of turn k
 
-    The state before a turn is what the environment has said last: role and content of the messages between the turn and
-    the one before it; before the first turn those of the prompt. So environments should describe their whole state in
-    every message, as text games and web pages do. Tokens would not do: how the chat template closes a turn that was cut
-    is not the environment's. ``trajectory_conversation``, (bsz,), are the messages of each row, which may be missing
-    for rows of a single turn, whose state is the prompt.
+    The state before a turn is what the environment has said last: role and content of the messages
+    (``trajectory_conversation``) between the turn and the one before it; before the first turn those of the prompt. So
+    environments should describe their whole state in every message. Tokens would not do: how the chat template closes a
+    turn that was cut is not the environment's.
 
     ω is ``step_advantage_weight``, Γ is ``high_level_gamma``, or ``gamma`` if that is None (0.95 in the paper); without
     ``norm_adv_by_std_in_grpo`` the denominators are 1. With ω = 0 it is ``grpo``.
-
-    Paper: https://arxiv.org/abs/2505.10978.
 
     Raises:
         SchemaError: a row with several turns has no messages, or fewer turns in them than in its mask.

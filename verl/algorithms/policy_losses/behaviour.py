@@ -57,8 +57,8 @@ def vespo(
 
     (k, λ) are ``vespo_k_pos`` and ``vespo_lambda_pos`` where A ≥ 0, else ``..._neg``. φ(1) = 1, and φ falls to 0 on
     both sides of its maximum at W = k / λ: a response far from the policy counts little, with no bound at which its
-    gradient stops. W is not normalised by the length. With k = 1 and λ = 0 it is importance sampling of responses.
-    ``actor/vespo_weight`` is the mean of φ.
+    gradient stops. With k = 1 and λ = 0 it is importance sampling of responses. ``actor/vespo_weight`` is the mean of
+    φ.
 
     Paper: https://arxiv.org/abs/2602.10693.
     """

@@ -38,13 +38,11 @@ def bypass_mode(
         reinforce    l = -s · sg[w] · A · log π_θ                      w = 1 without rollout_is
 
     w is the bounded weight of :func:`importance_weights`; s is 1 where ``rollout_rs`` accepts, else 0. Both compare the
-    current π_θ with μ, so they change from one mini-batch to the next, and are per token or per response. They do not
-    depend on other responses, so the loss does not depend on micro-batches or ranks. ``ppo_clip`` has no w.
+    current π_θ with μ, so they change from one mini-batch to the next. ``ppo_clip`` has no w.
 
     Rejected tokens have loss and gradient 0 but stay in the denominators, which are counted before any weight is known:
     rejecting half of the tokens halves the loss. (The decoupled mode, which sees the whole batch first, divides by the
-    accepted tokens.) If everything is rejected, loss and gradient are 0 and ``rollout_corr/rollout_rs_masked_fraction``
-    is 1.
+    accepted tokens.)
 
     ``old_log_prob`` is the rollout's, log μ. Further metrics: ``rollout_corr/{kl,k3_kl,chi2_token}``;
     ``rollout_corr/rollout_is_{mean,max,min,ratio_fraction_high,ratio_fraction_low}`` of the ratio (reinforce with

@@ -101,9 +101,8 @@ def luspo(
         L = mean_i |y_i| · max(-A_i·s_i, -A_i·clip(s_i, 1 - ε_low, 1 + ε_high))
 
     This is ``gspo`` summed over tokens instead of averaged, the mode ``seq-mean-token-sum``. The other modes in which
-    all tokens weigh the same differ from it by a factor that is constant within a mini-batch: B / N (``token-mean``), B
-    (``token-sum``), 1 / S (``seq-mean-token-sum-norm``). Modes that divide by a response's or a group's own length are
-    refused: with them it would be ``gspo`` again.
+    all tokens weigh the same differ from it by a constant factor. Modes that divide by a response's or a group's own
+    length are refused: with them it would be ``gspo`` again.
 
     Paper: https://arxiv.org/abs/2602.05261.
     """

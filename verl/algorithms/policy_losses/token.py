@@ -321,8 +321,7 @@ def dppo_tv(
 
     A rare token may then double its probability, and a frequent one may not fall by more than δ; a bound on PPO's ratio
     does the opposite. δ is ``clip_ratio_high`` for A > 0 and ``clip_ratio_low`` for A < 0; c, ``clip_ratio_c``,
-    truncates the importance weight (the paper's is far above PPO's dual clip; 20 is usual). π and π_old are those of
-    the sampled token, exp of its log-probs.
+    truncates the importance weight (the paper's is far above PPO's dual clip; 20 is usual).
 
     Paper: https://arxiv.org/abs/2602.04879 (binary total variation). ``actor/pg_clipfrac`` counts
     tokens with M = 0, ``..._lower`` those with a ratio above c.
