@@ -286,6 +286,7 @@ def test_assertions_that_the_program_could_decide_are_refused(test, complaint):
         ({"inputs": ["1"], "outputs": "1"}, "'outputs' .* is '1'; expected a list"),
         ({"assert_case": "assert f(1) == 1"}, "'assert_case' .* expected a list"),
         ({"assert_case": [None]}, "1 of 1 tests cannot be used, the first: None"),
+        ({"assert_case": [f"assert f(1) == float(1{'0' * 400})"]}, "1 of 1 tests cannot be used"),
         ({"inputs": ["not json"], "outputs": ["1"], "fn_name": "f"}, "one JSON value per line"),
     ],
 )

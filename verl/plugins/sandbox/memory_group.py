@@ -2,14 +2,17 @@
 
 The kernel then counts all memory of a run together, also its own: page tables, mappings, pipes, locks. Elsewhere only
 what :mod:`verl.plugins.sandbox.watch` samples is bounded.
+
+In version 1 the group is below that of this process. In version 2 a group with processes of its own cannot limit groups
+below it, so there it is beside it, below the nearest group that hands on the controller (``cgroup.subtree_control``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
+import secrets
 import subprocess
 import time
 from collections.abc import Iterator
@@ -23,7 +26,7 @@ JOIN = 'echo $$ > "$0"/cgroup.procs && exec "$@"'
 """Shell script that puts itself in a group and becomes another program."""
 REMOVAL_S = 5.0
 """How long the kernel may take to forget the ended processes of a group."""
-_numbers = itertools.count()
+NAME = "verl-sandbox"
 
 
 class MemoryGroup:
@@ -61,19 +64,24 @@ def memory_group(limits: Limits) -> Iterator[MemoryGroup | None]:
 
 @contextlib.contextmanager
 def _created(parent: Path, limit: int) -> Iterator[MemoryGroup]:
-    folder = parent / f"verl-sandbox-{os.getpid()}-{next(_numbers)}"
+    # A process that was killed leaves its groups behind, and its pid may come again.
+    folder = parent / f"{NAME}-{os.getpid()}-{secrets.token_hex(8)}"
     folder.mkdir()
     try:
-        # Names of version 2 and 1 of cgroups; without swap in the kernel the second of each does not exist.
-        for name, value in (
-            ("memory.max", limit), ("memory.swap.max", 0), ("memory.limit_in_bytes", limit),
-            ("memory.memsw.limit_in_bytes", limit),
-        ):  # fmt: skip
-            if (folder / name).exists():
-                (folder / name).write_text(str(value))
+        _set_limit(folder, limit)
         yield MemoryGroup(folder)
     finally:
         _remove(folder)
+
+
+def _set_limit(folder: Path, limit: int) -> None:
+    # Names of version 2 and 1 of cgroups; without swap in the kernel the second of each does not exist.
+    for name, value in (
+        ("memory.max", limit), ("memory.swap.max", 0), ("memory.limit_in_bytes", limit),
+        ("memory.memsw.limit_in_bytes", limit),
+    ):  # fmt: skip
+        if (folder / name).exists():
+            (folder / name).write_text(str(value))
 
 
 def _remove(folder: Path) -> None:
@@ -91,7 +99,18 @@ def _remove(folder: Path) -> None:
 @functools.cache
 def _parent() -> Path | None:
     """Folder in which a process of this account can create and join groups."""
-    return next((folder for folder in _candidates() if _is_usable(folder)), None)
+    parent = next((folder for folder in _candidates() if _is_usable(folder)), None)
+    if parent is not None:
+        _remove_leftovers(parent)
+    return parent
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Remove empty groups of processes that have been killed."""
+    for folder in parent.glob(f"{NAME}-*"):
+        if not Path(f"/proc/{folder.name.split('-')[2]}").exists():
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def _candidates() -> Iterator[Path]:

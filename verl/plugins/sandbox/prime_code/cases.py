@@ -218,7 +218,8 @@ def _assertions(tests: list[object]) -> list[Case]:
         try:
             assertion = read_assertion(str(test))
             cases.append(ValueCase({"expression": assertion.expression}, (assertion.expected,), assertion.convert))
-        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:  # the last two: too deep
+        # The last two: too deep; before them: an integer beyond all floats.
+        except (SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
             refused.append((test, error))
     if refused:
         test, error = refused[0]
