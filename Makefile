@@ -195,7 +195,7 @@ lint: $(DEV) ## style and types
 	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 
 docs: $(DEV) ## the documentation, strictly, into site/; SERVE=1 shows it on loopback, made again at every change
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(SERVE),serve,build --strict) --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(SERVE),serve --quiet,build --strict)
 
 config: $(DEV) ## regenerate YAML groups and docs/configuration from the dataclasses, verl-stubs from verl/compat/old_paths
 	$(BIN)/python -m verl.trainer.config.generate

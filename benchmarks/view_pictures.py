@@ -43,7 +43,7 @@ def take_pictures(browser: Any, output: Path) -> None:
 
 
 def take_pictures_for_documentation(browser: Any, output: Path) -> None:
-    """Pictures of docs/view.md, and of the gap that docs/debugging.md follows from its alert to its tokens."""
+    """Pictures of docs/plugins/view.md, and of the gap that docs/debugging.md follows from its alert to its tokens."""
     page = browser.new_context(viewport={"width": 1100, "height": 1500}, color_scheme="light").new_page()
     page.goto(f"http://127.0.0.1:{PORT}/?token={TOKEN}")
     for run, is_shown in (("first", True), ("second", True), ("gap", False)):

@@ -338,7 +338,7 @@ def distillation_entries() -> list[str]:
 CORRECTION = "More: [rollout correction](rollout_correction.md)."
 PREFERENCES = (
     "This is `sigmoid` of `verl.trainer.dpo_trainer`, and the loss of `verl.trainer.rm_trainer`. For the other losses, "
-    "and SimPO as a setting of this one, see [preferences](preference.md#direct-preference-optimisation)."
+    "and SimPO as a setting of this one, see [preferences](supervised.md#direct-preference-optimisation)."
 )
 BODIES: dict[str, Callable[[], list[str]]] = {
     "Advantage estimators": estimator_entries,
@@ -401,7 +401,7 @@ TAIL = """
 - **Dynamic sampling** (DAPO) replaces prompts whose responses all have the same reward;
   [one training step](training_step.md#dynamic-sampling).
 - **Overlong shaping** (DAPO): a penalty that grows over the last tokens before the limit;
-  [reward managers](reward_managers.md#dapo).
+  [reward managers](rewards.md#dapo).
 - **Truncated sampling** and other differences between rollout and trainer: [rollout correction](rollout_correction.md).
 
 """

@@ -41,7 +41,7 @@ LEFT_OUT = """
 
 OF_ITSELF = (
     " Here the policy is its own teacher; accounts of the divergence differ, see "
-    "[what papers do](self_distillation.md#what-papers-do)."
+    "[what papers do](distillation.md#what-papers-do)."
 )
 
 

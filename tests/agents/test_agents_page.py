@@ -1,4 +1,4 @@
-"""The examples of docs/agents.md and docs/interactions.md run as they are printed."""
+"""The examples of docs/agents.md and docs/environments.md run as they are printed."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_the_loop_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_user_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "shorter.py").write_text(block("interactions.md", "python", "class Shorter"))
-    (tmp_path / "users.yaml").write_text(block("interactions.md", "yaml", "interaction:"))
+    (tmp_path / "shorter.py").write_text(block("environments.md", "python", "class Shorter"))
+    (tmp_path / "users.yaml").write_text(block("environments.md", "yaml", "interaction:"))
     monkeypatch.chdir(tmp_path)
     users = initialize_interactions_from_config("users.yaml")
     assert sorted(users) == ["gsm8k", "shorter"]

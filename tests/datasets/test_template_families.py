@@ -280,7 +280,7 @@ def test_thoughts_of_earlier_turns_do_not_vanish_unnoticed(tmp_path, caplog):
 def test_the_lines_of_the_page_write_a_row_for_each_turn(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text(json.dumps({"messages": THINKING}) + "\n")
-    page = (Path(__file__).parents[2] / "docs" / "supervised_data.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "supervised.md").read_text()
     exec(textwrap.dedent(re.search(r" *```python\n(.*?)```", page, re.DOTALL)[1]), {})
     turns = MultiTurnSFTDataset(str(tmp_path / "turns.jsonl"), tokenizer_with(QWEN3), {"max_length": 1000})
     assert learned(turns) == QWEN3_TURNS

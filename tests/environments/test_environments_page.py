@@ -1,4 +1,4 @@
-"""The examples of docs/environments.md and docs/environment_adapters.md run as they are printed."""
+"""The examples of docs/environments.md and docs/plugins/environments.md run as they are printed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_environments_of_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_gymnasium_of_the_page(tmp_path: Path):
-    (tmp_path / "environments.yaml").write_text(block("yaml", "FrozenLake-v1", "environment_adapters.md"))
+    (tmp_path / "environments.yaml").write_text(block("yaml", "FrozenLake-v1", "plugins/environments.md"))
     [lake] = read_environments(str(tmp_path / "environments.yaml")).values()
     environment = lake.cls(lake.config)
     # The map of FrozenLake-v1: SFFF FHFH FFFH HFFG; the colours of the terminal mark where the player stands.

@@ -159,8 +159,8 @@ def until_it_says(text: str, log: Path, process: subprocess.Popen[bytes]) -> Non
 
 
 def lines_of_page(heading: str) -> list[list[str]]:
-    """The commands of a section of docs/cluster.md, each as its words without comments."""
-    section = (ROOT / "docs/cluster.md").read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    """The commands of a section of docs/multi_node.md, each as its words without comments."""
+    section = (ROOT / "docs/multi_node.md").read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
     block = section.partition("```bash\n")[2].partition("```")[0]
     return [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
 

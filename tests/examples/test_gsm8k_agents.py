@@ -1,4 +1,4 @@
-"""The commands of docs/gsm8k_agents.md as they stand there: real problems, a real interpreter, a user, two ranks."""
+"""The commands of docs/gsm8k.md as they stand there: real problems, a real interpreter, a user, two ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from verl.interactions.gsm8k_interaction import CORRECT_REPLY, INCORRECT_REPLY
 from verl.scorers import gsm8k
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "gsm8k_agents.md").read_text(), re.DOTALL)
+SECTION = (ROOT / "docs" / "gsm8k.md").read_text().split("## With an interpreter and a user")[1].split("\n## ")[0]
+COMMANDS = re.findall(r"```bash\n(.*?)```", SECTION, re.DOTALL)
 PRINTED = re.compile(r"print\(([-+*/(). \d]+)\)")
 
 

@@ -18,7 +18,7 @@ from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+PAGE = Path(__file__).parents[2] / "docs" / "custom_trainers.md"
 CLOCKS = ("timing", "perf/", "global_seqlen/")
 READ_BY_THE_FIT = {
     # as the command line gives them
@@ -92,7 +92,7 @@ def trained(run: tuple[dict, dict]) -> dict[str, Any]:
 
 
 def runner_of_the_page() -> type[TaskRunner]:
-    """The runner that docs/recipes.md shows."""
+    """The runner that docs/custom_trainers.md shows."""
     names: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0], names)
     return names["MyRunner"]

@@ -48,7 +48,7 @@ _ASYNCHRONOUS_TRAINERS = Absence(
 _MEGATRON = Absence("other design", "verl.plugins.megatron builds, trains and converts models.")
 _VISION = Absence(
     "other design",
-    "Images and videos in prompts are read by RLHFDataset and verl.vision (docs/images.md, docs/videos.md): "
+    "Images and videos in prompts are read by RLHFDataset and verl.vision (docs/images.md, docs/images.md): "
     "verl.vision.videos.open_video chooses frames, and its frames() gives the pictures.",
 )
 _LORA = Absence(
@@ -126,7 +126,7 @@ _CORRECTION = Absence(
 _QUEUE_TRAINER = Absence(
     "not yet",
     "The trainer on a transfer queue is missing; verl.trainer.ppo.ray_trainer.RayPPOTrainer is the one trainer, and "
-    "its stages are methods that a subclass may replace (docs/recipes.md).",
+    "its stages are methods that a subclass may replace (docs/custom_trainers.md).",
 )
 _PROFILED = Absence(
     "other design", "Steps and ranks to profile are settings: global_profiler.steps, actor_rollout_ref.actor.profiler."
@@ -203,10 +203,10 @@ ABSENT: dict[str, Absence] = {
     f"{_TRAINER}.tq_client": _QUEUE,
     f"{_TRAINER}.use_legacy_worker_impl": Absence("no use", "There is one implementation of the workers."),
     f"{_TRAINER}._create_worker_classes": Absence(
-        "other design", "Override worker_arguments, or write init_workers (docs/recipes.md)."
+        "other design", "Override worker_arguments, or write init_workers (docs/custom_trainers.md)."
     ),
     f"{_TRAINER}._init_worker_groups": Absence(
-        "other design", "Override start_workers, or write init_workers (docs/recipes.md)."
+        "other design", "Override start_workers, or write init_workers (docs/custom_trainers.md)."
     ),
     f"{_TRAINER}._init_resource_pools": Absence(
         "other design", "The pools are made by resource_pool_manager.create_resource_pool()."
@@ -272,7 +272,7 @@ ABSENT: dict[str, Absence] = {
     "verl.workers.critic": _ACTOR,
     "verl.workers.engine_workers_tinker": Absence(
         "other design",
-        "The service that clients of Tinker train over is `verl serve` (docs/serve.md), whose worker is "
+        "The service that clients of Tinker train over is `verl serve` (docs/plugins/serve.md), whose worker is "
         "verl.plugins.serve.worker.AdapterWorker. A worker that trains on your batches with your loss is "
         "verl.workers.training_workers.TrainingWorker (set_loss_fn, train_batch).",
     ),

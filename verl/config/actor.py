@@ -124,7 +124,7 @@ class UpdateConfig(BaseConfig):
     optim: FSDPOptimizerConfig = subsection(FSDPOptimizerConfig)
     """Optimizer and schedule."""
     use_prefix_grouper: bool = setting(False)
-    """Compute a prompt once for all its responses in a pass, in updates and log-probs (docs/shared_prompts.md)."""
+    """Compute a prompt once for all its responses in a pass, in updates and log-probs (docs/speed_and_memory.md)."""
     profiler: ModelProfilerConfig = subsection(ModelProfilerConfig)
     """Ranks whose processes are profiled."""
 

@@ -61,7 +61,7 @@ class CriticConfig(UpdateConfig):
         "token-mean", interpolation="${oc.select:actor_rollout_ref.actor.loss_agg_mode,token-mean}"
     )
     use_prefix_grouper: bool = setting(False)
-    """Compute a prompt once for all its responses in a pass, in updates and values (docs/shared_prompts.md)."""
+    """Compute a prompt once for all its responses in a pass, in updates and values (docs/speed_and_memory.md)."""
     optim: FSDPOptimizerConfig = subsection(FSDPOptimizerConfig, lr=1e-5)
 
     def validate(self, n_gpus: int, train_batch_size: int) -> None:

@@ -117,7 +117,7 @@ class DataConfig(BaseConfig):
     image_key: str = setting("images")
     """Column of images, a list in each row, for models with an image processor (docs/images.md)."""
     video_key: str = setting("videos")
-    """Column of videos, a list in each row, for models with an image processor (docs/videos.md)."""
+    """Column of videos, a list in each row, for models with an image processor (docs/images.md)."""
     custom_cls: CustomClassConfig = subsection(CustomClassConfig)
     """A custom dataset class."""
     sampler: SamplerConfig = subsection(SamplerConfig)

@@ -190,7 +190,7 @@ SELF_TEMPLATES = ("reference", "demonstration", "attempts")
 
 @section
 class SelfDistillationConfig(BaseConfig):
-    """The policy as its own teacher: the same model, with context in its prompt that the policy does not see."""
+    """Self-distillation: the teacher is the policy itself, with context in its prompt that the policy does not see."""
 
     enabled: bool = setting(False)
     """Learn from the policy itself instead of from `teacher_models`; needs `distillation.enabled`."""
@@ -250,7 +250,7 @@ class DistillationConfig(BaseConfig):
     distillation_loss: DistillationLossConfig = subsection(DistillationLossConfig)
     """The divergence between policy and teacher, and how the policy learns from it."""
     self_distillation: SelfDistillationConfig = subsection(SelfDistillationConfig)
-    """The policy as its own teacher."""
+    """Self-distillation."""
     alignment: Literal["token", "text"] = setting("token")
     """`token`: teachers have the policy's tokenizer. `text`: one with another tokenizer reads the text of prompt and
     response in its own, and is compared with the policy on the spans of text whose ends are ends of tokens of both."""

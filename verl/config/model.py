@@ -183,7 +183,7 @@ class FSDPEngineConfig(BaseConfig):
     """Ranks over which FSDP divides each weight; a copy of the model is on so many times `tensor_parallel_size`. -1 is
     all ranks: one copy."""
     tensor_parallel_size: int = setting(1, ge=1)
-    """Ranks that divide the matrices of each layer and compute the same rows (docs/long_sequences.md); it must divide
+    """Ranks that divide the matrices of each layer and compute the same rows (docs/speed_and_memory.md); it must divide
     the ranks, the model's attention and key/value heads and the size of its feed-forward layers."""
     forward_prefetch: bool = setting(False)
     """Gather the next layer while this one computes."""
@@ -203,12 +203,12 @@ class FSDPEngineConfig(BaseConfig):
     this section."""
     dtype: DType = setting("bfloat16", interpolation=DTYPE)
     """Precision of the computation (parameters are cast to it inside the passes); by default bfloat16 on GPUs and
-    float32 on a CPU. With `float16` the loss is scaled (docs/precision.md)."""
+    float32 on a CPU. With `float16` the loss is scaled (docs/speed_and_memory.md)."""
     model_dtype: DType = setting(factory=_stored_dtype, interpolation=STORED_DTYPE)
     """Precision in which the parameters are stored; by default fp32 for a trained model, and for a frozen one
     (`forward_only`) the precision of the computation."""
     ulysses_sequence_parallel_size: int = setting(1, ge=1)
-    """Ranks that split each sequence (docs/long_sequences.md); it must divide the ranks and the model's attention
+    """Ranks that split each sequence (docs/speed_and_memory.md); it must divide the ranks and the model's attention
     heads."""
 
 
@@ -264,7 +264,7 @@ class FSDPOptimizerConfig(OptimizerConfig):
 
     optimizer: str = setting("AdamW")
     """Class name of the optimizer inside `optimizer_impl`. `Muon` is for matrices of hidden layers, and AdamW for other
-    weights (docs/optimizers.md)."""
+    weights (docs/speed_and_memory.md)."""
     optimizer_impl: str = setting("torch.optim")
     """Module with the optimizer class, as an import path."""
     min_lr_ratio: float = setting(0.0, ge=0, le=1)

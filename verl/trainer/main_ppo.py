@@ -291,7 +291,7 @@ def run_ppo(config: PPOConfig | DictConfig, task_runner_class: Any = None) -> No
 FIRST_WORDS = """no setting was given. A run needs at least
 
   actor_rollout_ref.model.path      a folder with a model, or its name on the Hugging Face hub
-  data.train_files, data.val_files  files of prompts: docs/data_and_rewards.md
+  data.train_files, data.val_files  files of prompts: docs/data.md
   a reward                          rows whose data_source has a scorer, such as gsm8k's, or a function of yours
 
 For example, with two files of yours, train.jsonl and test.jsonl, of rows like

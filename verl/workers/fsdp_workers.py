@@ -130,7 +130,7 @@ class ActorRolloutRefWorker(EngineWorker):
         """Teachers of the whole vocabulary, whose hidden states never leave the rank."""
         self.policy_loss: PolicyLoss | DistillationLoss | None = None
         self.average: AveragedWeights | None = None
-        """Averaged weights of the policy as its own teacher; None if it teaches with its current weights."""
+        """Averaged weights of the teacher in self-distillation; None if it has the current weights of the policy."""
         self.sender: WeightSender | None = None
         """Sends the trained policy's weights to ranks that only sample."""
         self.received: ReceivedWeights | None = None

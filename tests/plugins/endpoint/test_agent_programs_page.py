@@ -1,4 +1,4 @@
-"""The programs of docs/agent_programs.md, with their YAML entries and options, train as they are printed."""
+"""The programs of docs/plugins/endpoint.md, with their YAML entries and options, train as they are printed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 
-PAGE = (Path(__file__).parents[3] / "docs" / "agent_programs.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "plugins" / "endpoint.md").read_text()
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):

@@ -63,7 +63,7 @@ def test_the_command_answers_without_torch(folder):
 
 
 def test_the_page_has_the_seconds_of_its_command(folder):
-    page = (ROOT / "docs" / "planning.md").read_text()
+    page = (ROOT / "docs" / "plugins" / "plan.md").read_text()
     _, *words = shlex.split(page.split("```bash\n")[1].split("```")[0].replace("\\\n", " "))[1:]
     path = next(word for word in words if word.startswith("actor_rollout_ref.model.path="))
     words[words.index(path)] = f"actor_rollout_ref.model.path={folder}"

@@ -85,7 +85,7 @@ class ProgramAgentLoopManager:
             "server_addresses: no engine (native, hf, vllm, sglang) serves programs; vllm and sglang are servers of "
             "tokens for this run alone, which sleep between steps. An agent that calls an HTTP endpoint runs as agent "
             "loop: actor_rollout_ref.rollout.agent.default_agent_loop=program_agent gives each conversation an "
-            "address (docs/agent_programs.md)."
+            "address (docs/plugins/endpoint.md)."
         )
 
     def wake_up(self) -> None:

@@ -131,7 +131,7 @@ class RayPPOTrainer(PPOTrainer):
             if _is_replaced(cls, name) and not any(_is_replaced(cls, caller) for caller in callers):
                 raise ConfigError(
                     f"{cls.__name__}.{name} would never be called: verl's own {callers[0]} does not use it. Replace "
-                    f"{' or '.join(callers)} too, which may call it, or remove it (docs/recipes.md)."
+                    f"{' or '.join(callers)} too, which may call it, or remove it (docs/custom_trainers.md)."
                 )
 
     def _create_dataloader(
@@ -311,7 +311,7 @@ class RayPPOTrainer(PPOTrainer):
             raise ConfigError(
                 f"async_rollout_manager is {manager.__module__}.{manager.__qualname__}, which verl's own fit would not "
                 "generate with. Write your own fit, or derive a class from verl.experience.lockstep.Lockstep and set "
-                "it as experience_class of the trainer (docs/recipes.md)."
+                "it as experience_class of the trainer (docs/custom_trainers.md)."
             )
         self._load_checkpoint()
 
@@ -665,8 +665,8 @@ class RayPPOTrainer(PPOTrainer):
             raise ConfigError(
                 "no worker of this run has a profiler. Set global_profiler.tool, global_profiler.steps and "
                 "actor_rollout_ref.actor.profiler.enable, derive the class of a worker from "
-                "verl.utils.profiler.DistProfilerExtension too (docs/recipes.md), or start no profiling; timing_s/* is "
-                "always logged."
+                "verl.utils.profiler.DistProfilerExtension too (docs/custom_trainers.md), or start no profiling; "
+                "timing_s/* is always logged."
             )
         return found
 

@@ -7,8 +7,8 @@
     verl plan … --gpus 64 --suggest
 
 The settings are those of ``verl.trainer.main_ppo``; of the model only ``config.json`` is read. Exit status 1 says that
-a stage does not fit. docs/planning.md says what is counted, docs/internals/planning.md how well it agrees with what was
-measured.
+a stage does not fit. docs/plugins/plan.md says what is counted, docs/internals/planning.md how well it agrees with
+measured runs.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from verl.trainer.ppo.reward import load_reward_manager
 from verl.utils.deferred import Deferred
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
-PAGE = Path(__file__).parents[4] / "docs" / "llm_judge.md"
+PAGE = Path(__file__).parents[4] / "docs" / "plugins" / "judge.md"
 REWARD = """
 import httpx2
 
