@@ -56,10 +56,7 @@ from verl.algorithms.preference import PreferenceLossType, bradley_terry_loss
 from verl.algorithms.prepare import observation_weights
 from verl.algorithms.rollout_correction import (
     REJECTION_CRITERIA,
-    importance_ratio,
-    importance_weights,
     off_policy_sequence_mask,
-    rejection_statistic,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -335,7 +332,7 @@ def distillation_entries() -> list[str]:
     return lines
 
 
-CORRECTION = "More: [rollout correction](rollout_correction.md)."
+CORRECTION = "Formulas: [rollout correction](rollout_correction.md)."
 PREFERENCES = (
     "This is `sigmoid` of `verl.trainer.dpo_trainer`, and the loss of `verl.trainer.rm_trainer`. For the other losses, "
     "and SimPO as a setting of this one, see [preferences](supervised.md#direct-preference-optimisation)."
@@ -346,8 +343,8 @@ BODIES: dict[str, Callable[[], list[str]]] = {
     "Aggregation": lambda: described(agg_loss),
     "KL kinds": lambda: described(kl_penalty),
     "Distillation losses": distillation_entries,
-    "Importance weights": lambda: [*described(importance_ratio), *described(importance_weights), CORRECTION],
-    "Rejection": lambda: [*described(rejection_statistic), CORRECTION],
+    "Importance weights": lambda: [CORRECTION],
+    "Rejection": lambda: [CORRECTION],
     "Preference losses": lambda: [*described(bradley_terry_loss), PREFERENCES],
 }
 

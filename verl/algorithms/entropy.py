@@ -20,8 +20,8 @@ def top_entropy_mask(entropys: Tensor, response_mask: Tensor, quantile: float) -
     """Select the ``quantile`` of the valid tokens with the highest entropy, 0 < quantile <= 1.
 
     A token is kept if its entropy is at least the (1 - quantile)-quantile of the valid tokens' entropies (linearly
-    interpolated), so all tokens that tie with the threshold are kept. With quantile 1 every valid token is kept.
-    From (bsz, response_length) to (bsz, response_length) int64, 1 on the kept tokens; all 0 if no token is valid.
+    interpolated). From (bsz, response_length) to (bsz, response_length) int64, 1 on the kept tokens; all 0 if no token
+    is valid.
 
     Paper: "Beyond the 80/20 rule", https://arxiv.org/abs/2506.01939, with quantile 0.2.
     """

@@ -83,9 +83,8 @@ def observation_weights(response_mask: Tensor, attention_mask: Tensor, weight_ve
 
         L_echo = -Σ_t w_t · log π(y_t)        the mean cross entropy of what the environment wrote
 
-    These are the messages of tools, environments and users with the template's words around them. Tokens that the
-    policy drew and that are not trained on are none of them, and neither are those of rows without a token to train on,
-    as of trajectories that failed.
+    These are the messages of tools, environments and users with the template's words around them; not tokens that the
+    policy drew, and not those of rows without a token to train on.
 
     Paper: ECHO, https://arxiv.org/abs/2605.24517.
 

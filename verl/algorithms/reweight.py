@@ -24,10 +24,9 @@ def compute_pf_ppo_reweight_data(
         max_min      1 for rows of the largest and of the smallest score, 0 for others
         max_random   0.4 for rows of the largest score, 0.1 for others
 
-    A row without a valid token, such as a response that could not be scored, is never drawn, unless there are no
-    others. If every weight is 0 (``pow``, all scores 0) the valid rows are equally likely. A row keeps all its columns,
-    the group id included, so a row that is drawn twice becomes two siblings. The draw depends on ``seed`` alone; use
-    another seed for every step.
+    A row without a valid token is never drawn, unless there are no others; if every weight is 0 the valid rows are
+    equally likely. A row that is drawn twice becomes two siblings. The draw depends on ``seed`` alone; use another seed
+    for every step.
 
     Raises:
         ConfigError: there is no such method.

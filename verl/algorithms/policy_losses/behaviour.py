@@ -91,7 +91,7 @@ def topr(log_prob: Tensor, advantages: Tensor, response_mask: Tensor, rollout_lo
         W = Π_t π(y_t) / μ(y_t)        w = 1 where A ≥ 0, min(W, 1) where A < 0        l_t = -sg[w] · A · log π
 
     A bad response that the policy has unlearned stops to push; a good one is imitated however unlikely it has become.
-    A is the reward of the response minus a baseline. ``actor/pg_clipfrac`` counts tokens with A < 0 and W > 1.
+    ``actor/pg_clipfrac`` counts tokens with A < 0 and W > 1.
 
     Paper: https://arxiv.org/abs/2503.14286, eq. 8 with the bounds [0, 1] for negative rewards.
     """
