@@ -182,6 +182,9 @@ proofs: $(PEERS) ## every algorithm against its proofs, the comparison with TRL 
 bench: $(PEERS) ## speed and memory against generate, vLLM (if .venv-vllm is built), TRL; writes docs/performance.md
 	$(BIN)/python -m benchmarks.performance --write --vllm_python $(VLLM_PYTHON)
 
+scoreboard: $(RUN) ## the same runs by verl and TRL, each in its own environment: agreement, seconds, memory; writes docs/scoreboard.md
+	$(BIN)/python -m benchmarks.scoreboard --write
+
 chaos: $(RUN) ## break a run on purpose, and compare with the undisturbed one; ROUNDS=16 for longer, WRITE=--write for docs/internals/lost_processes.md
 	$(BIN)/python -m benchmarks.chaos --rounds $(ROUNDS) --seed $(SEED) $(WRITE)
 

@@ -16,8 +16,9 @@ ROOT = Path(__file__).parents[1]
 def commands() -> list[str]:
     """Modules that are run by ``python -m``."""
     files = [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("docs/generate/*.py"), ROOT / "verl/trainer/config/generate.py"]
-    runnable = [file for file in files if '__name__ == "__main__"' in file.read_text()]
-    return sorted(".".join(file.relative_to(ROOT).with_suffix("").parts) for file in runnable)
+    runnable = [file.with_suffix("") for file in files if '__name__ == "__main__"' in file.read_text()]
+    packages = [file.parent for file in ROOT.glob("benchmarks/*/__main__.py")]
+    return sorted(".".join(path.relative_to(ROOT).parts) for path in [*runnable, *packages])
 
 
 @pytest.mark.parametrize("command", commands())
