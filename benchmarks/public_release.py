@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ from benchmarks.public_names import address_of, name_resolves
 from verl.base.nested import flat
 from verl.compat.absent_names import absence_of
 from verl.config import BaseConfig, EvalConfig, PPOConfig, Problem, SFTConfig
-from verl.trainer.config.keys import put
+from verl.trainer.config.keys import get, put
 from verl.trainer.config.translate import Translator
 
 ROOTS: Mapping[str, type[BaseConfig]] = {"sft": SFTConfig, "evaluation": EvalConfig}
 """First part of a configuration's name to its sections; all others are those of reinforcement learning."""
 
+_MISSING = object()
 Keys = dict[str, Any]
 Names = dict[tuple[str, str], str]
 """Module and name (``(module)``: the module itself; ``Class.method``) to the calling form."""
@@ -120,6 +122,16 @@ def changed_keys(new: Mapping[str, Keys], old: Mapping[str, Keys]) -> Iterator[t
             yield configuration, key, default, "" if is_new else f" (was {before[key]})"
 
 
+def missing_keys(release: Mapping[str, Keys], configuration: str = "ppo_trainer") -> list[str]:
+    """Return keys of a release that a program with a ``hydra.main`` of its own cannot override here."""
+    import hydra
+
+    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+        here: Any = OmegaConf.to_container(hydra.compose(configuration), resolve=False)
+    keys = (key for key in release[configuration] if not key.endswith("_target_"))
+    return [key for key in keys if get(here, key, _MISSING) is _MISSING]
+
+
 def changed_names(new: Names, old: Names, modules: set[str]) -> Iterator[tuple[str, str, str]]:
     """Yield module, name and a note for names and calling forms that are new, in public modules and in new ones."""
     known = {module for module, _ in old}
@@ -146,6 +158,11 @@ def report(release: str, since: str, modules: set[str], folder: Path) -> int:
         reason = refusal(configuration, key, default)
         failures += reason is not None
         print(f"  {configuration} {key}: {json.dumps(default)}{note}" + (f"  REFUSED: {reason}" if reason else ""))
+    missing = missing_keys(configurations(new))
+    print(f"Keys of {release} that a program under its own hydra.main cannot override ({len(missing)}):")
+    sections = Counter(key.rpartition(".")[0] for key in missing)
+    for section, count in sections.items():
+        print(f"  ppo_trainer {section}: {count}")
     print(f"Names of {release} that {since} lacks, or has with another form:")
     for module, name, note in changed_names(names(new), names(old), modules):
         address = address_of(module, name)

@@ -31,6 +31,8 @@ Keys of {new} that {old} lacks, or has with another default:
   ppo_trainer actor_rollout_ref.actor.grad_clip: 1.0
   ppo_trainer trainer.save_freq: 7 (was 5)
   ppo_trainer trainer.warp_speed: 9  REFUSED: there is no such key
+Keys of {new} that a program under its own hydra.main cannot override (1):
+  ppo_trainer trainer: 1
 Names of {new} that {old} lacks, or has with another form:
   verl.models.new_model  other design
   verl.protocol.DataProto

@@ -13,10 +13,14 @@ from omegaconf import DictConfig, OmegaConf
 from tests.trainer.config.support import Run
 from verl.algorithms import compute_advantages
 from verl.base_config import section
-from verl.config import FSDPActorConfig
+from verl.compat.toolkit.config import omega_conf_to_dataclass
+from verl.config import FSDPActorConfig, PPOConfig, Problem
 from verl.errors import ConfigError
 from verl.trainer.config.command_line import compose
+from verl.trainer.config.key_releases import PROGRAM_KEYS
+from verl.trainer.config.keys import get, put
 from verl.trainer.config.load import as_composed, load_config
+from verl.trainer.config.translate import Translator
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.trainer.roles import Needs
 
@@ -136,6 +140,9 @@ def test_a_program_overrides_keys_of_sections_that_only_releases_have():
         "reward.reward_manager.name=dapo",
         "sandbox_fusion.url=http://localhost:1",
         "skip.rollout.enable=false",
+        "critic.fsdp.param_offload=true",
+        "actor_rollout_ref.model.lora.rank=8",
+        "ray_kwargs.ray_init.runtime_env.py_executable=python3",
     ]
     with initialize_config_module("verl.trainer.config", version_base=None):  # as hydra.main composes
         cfg = hydra_compose("ppo_trainer", overrides=overrides)
@@ -143,5 +150,21 @@ def test_a_program_overrides_keys_of_sections_that_only_releases_have():
     config = load_config(cfg, for_program=True, with_rules=False)
     assert (config.reward_manager.name, config.reward_model.num_workers) == ("dapo", 1)
     assert config.reward_model.sandbox_fusion.url == "http://localhost:1"
+    assert config.critic.model.fsdp_config.param_offload
+    assert config.actor_rollout_ref.model.lora_rank == 8
+    assert config.ray_kwargs.ray_init == {"num_cpus": None, "runtime_env": {"py_executable": "python3"}}
+    assert isinstance(omega_conf_to_dataclass(cfg.actor_rollout_ref.actor), FSDPActorConfig)  # nulls are not set
     assert as_composed(config).reward.reward_manager.name == "dapo"
     assert "reward" not in compose([])  # a command of verl takes any key
+
+
+def test_no_key_that_only_releases_have_is_silently_without_effect():
+    odd: dict[str, Any] = {}
+    paths = [f"{section}.{name}" for sections, names in PROGRAM_KEYS for section in sections for name in names.split()]
+    for path in paths:
+        put(odd, path, "odd")
+    problems: list[Problem] = []
+    translator = Translator.for_root(PPOConfig, paths, problems, for_program=True)
+    tree, _, _, remarks = translator.translate(odd)
+    told = " ".join([*(problem.key for problem in problems), *translator.spelt.values(), *remarks])
+    assert not [path for path in paths if path not in told and get(tree, path) != "odd"]

@@ -13,8 +13,9 @@ from verl.config import PPOConfig
 from verl.config.base import BaseConfig, is_section
 from verl.config.problems import report
 from verl.errors import ConfigError
-from verl.trainer.config.keys import all_inactive, drop, get, same
+from verl.trainer.config.keys import all_inactive, drop, get, keys_of, same
 from verl.trainer.config.load import load_config
+from verl.trainer.config.other_spellings import drop_unset, other_spellings
 from verl.trainer.config.rules import broken_rules
 from verl.trainer.config.rules_algorithms import broken_algorithm_rules
 
@@ -47,6 +48,13 @@ def omega_conf_to_dataclass(config: object, dataclass_type: type | None = None) 
         # A default that refers to another section would look like a value that the user set.
         if same(get(written, path), key.yaml_default):
             drop(values, path)
+    for path, key in keys_of(PPOConfig).items():
+        if (
+            key.section
+            and issubclass(cls, key.section)
+            and isinstance(nulls := get(other_spellings(PPOConfig), path), dict)
+        ):
+            drop_unset(values, nulls, ())
     return load_config(values, root=cls)
 
 

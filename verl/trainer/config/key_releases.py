@@ -115,6 +115,66 @@ _UNPADDED = "no graph of fixed sizes is compiled, so nothing is padded"
 _OTHER_TOOLS = "part of profilers that are not in this version"
 _REQUESTS = "the reward function says it in its request"
 
+_SIDES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
+_MODELS = ("actor_rollout_ref.actor", "critic")
+_SIZE_OF_LOGITS = "entropy_from_logits_chunk_size pad_to_length"
+_ALL_MEGATRON = (*(f"{side}.megatron" for side in _SIDES), "critic.megatron")
+_OVERRIDES = "override_transformer_config"
+
+PROGRAM_KEYS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (_SIDES, _SIZE_OF_LOGITS),
+    (tuple(f"{side}.fsdp_config" for side in _SIDES), f"{_SIZE_OF_LOGITS} pad_to_length_bucket"),
+    (("critic.fsdp",), f"{_SIZE_OF_LOGITS} pad_to_length_bucket entropy_from_logits_with_chunking"),
+    (("critic.fsdp",), "entropy_checkpointing use_orig_params use_torch_compile"),
+    (tuple(f"{model}.checkpoint" for model in _MODELS), "mbridge_config"),
+    (("actor_rollout_ref.actor.checkpoint",), "strict"),
+    (
+        tuple(f"{model}.optim" for model in _MODELS),
+        "zero_indexed_step lr_decay_steps lr_decay_style lr_warmup_init min_lr lr_wsd_decay_steps lr_wsd_decay_style "
+        "weight_decay_incr_style main_grads_dtype use_precision_aware_optimizer use_checkpoint_opt_param_scheduler "
+        "use_layer_wise_distributed_optimizer muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec "
+        "muon_match_adamw_update_rms muon_momentum muon_nesterov muon_num_ns_steps muon_scalar_optimizer "
+        "muon_scale_mode muon_split_qkv muon_tp_mode",
+    ),
+    (
+        _ALL_MEGATRON,
+        f"{_SIZE_OF_LOGITS} pad_to_length_bucket entropy_from_logits_with_chunking pad_bshd_to_minibatch_max "
+        "dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient dynamic_context_parallel "
+        "max_seqlen_per_dp_cp_rank use_megatron_fsdp use_remove_padding router_replay.mode router_replay.record_file "
+        "router_replay.replay_file",
+    ),
+    (
+        (f"actor_rollout_ref.actor.megatron.{_OVERRIDES}", f"critic.megatron.{_OVERRIDES}"),
+        "attention_backend recompute_granularity recompute_method recompute_modules recompute_num_layers",
+    ),
+    (
+        ("actor_rollout_ref.model.lora", "critic.model.lora"),
+        "rank alpha type adapter_path target_modules exclude_modules merge dropout dropout_position dtype "
+        "lora_A_init_method lora_B_init_method a2a_experimental freeze_language_model freeze_vision_model "
+        "freeze_vision_projection",
+    ),
+    (
+        ("actor_rollout_ref.rollout",),
+        "full_determinism moe_load_balance_metrics_interval trace.project_name trace.experiment_name skip.enable "
+        "skip.dump_dir skip.action skip.max_dump_step",
+    ),
+    (("algorithm.filter_groups",), "max_inflight_gen_batches"),
+    (("critic",), "loss_scale_factor nccl_timeout"),
+    (("critic.model",), "custom_chat_template hf_config_path use_fused_kernels fused_kernel_options.impl_backend"),
+    (("data",), "audio_key mm_processor_kwargs"),
+    (("ray_kwargs.ray_init.runtime_env",), "py_executable"),
+    (("reward.reward_manager.module",), "name"),
+    (
+        ("reward.reward_model.rollout",),
+        "do_sample full_determinism ignore_eos layered_summon limit_images load_format mtp multi_stage_wake_up n "
+        "pipeline_model_parallel_size quantization_config_file scheduling_policy seed skip_tokenizer_init temperature "
+        "top_k top_p",
+    ),
+    (tuple(f"skip.{name}" for name in ("rollout", "rollout_tq", "async_rollout")), "action steps"),
+    (("trainer",), "use_v1"),
+)
+"""Sections, and keys in their YAML files in the releases that those here lack; see ``other_spellings``."""
+
 RETIRED: tuple[Retired, ...] = (
     *_absent("training of quantized weights", "*.qat", "enable"),
     *_absent("prefill and decoding on separate machines", "*.disaggregation", "enabled"),

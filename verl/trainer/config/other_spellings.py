@@ -17,8 +17,8 @@ from verl.trainer.config.keys import Tree, get, keys_of, put
 OTHER_SPELLINGS = "VERL_OTHER_SPELLINGS"
 """Environment variable that chooses the file while a command of verl composes."""
 
-SECTIONS = ("reward", "sandbox_fusion")
-"""Sections whose name alone is that of a section here."""
+SECTIONS = ("critic.fsdp", "reward", "sandbox_fusion")
+"""Sections that stand for a section here as a whole."""
 
 
 @cache
@@ -30,12 +30,16 @@ def other_spellings(root: type[BaseConfig]) -> Tree:
     leaves = [path for path, key in keys_of(root).items() if key.section is None]
     for alias in (*key_table.ALIASES, *key_releases.ALIASES):
         section, _, below = alias.old.partition(".")
-        if section in config_fields(root) or not (below or section in SECTIONS):
+        if alias.old not in SECTIONS and (section in config_fields(root) or not below):
             continue
         for path in leaves:
             spelling = alias.old + path.removeprefix(alias.new)
             if (path == alias.new or path.startswith(f"{alias.new}.")) and get(nulls, spelling, nulls) is nulls:
                 put(nulls, spelling, None)
+    for sections, names in key_releases.PROGRAM_KEYS:
+        for section in sections:
+            for name in names.split():
+                put(nulls, f"{section}.{name}", None)
     return nulls
 
 
