@@ -147,10 +147,11 @@ def test_special_tensors_arrive_plain():
 
 def test_tensordicts():
     batch = four_rows().batch
-    size, columns = serialize_tensordict(batch)
-    assert size == (4,)
-    received = deserialize_tensordict((size, columns))
-    assert received.batch_size == (4,)
+    size, device, columns = serialize_tensordict(batch)
+    assert (size, device) == ((4,), None)
+    received = deserialize_tensordict((size, device, columns))
+    assert (received.batch_size, received.device) == ((4,), None)
+    assert deserialize_tensordict(serialize_tensordict(batch.to("cpu"))).device == torch.device("cpu")
     assert same_tensors(dict(received.items()), dict(batch.items()))
 
 
@@ -298,9 +299,12 @@ def test_nested_columns_of_a_tensordict_travel():
     jagged = torch.nested.as_nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
     inner = TensorDict({"half": torch.ones(2, 3, dtype=torch.bfloat16)}, batch_size=[2])
     sent = TensorDict({"ids": jagged, "inner": inner, "plain": torch.tensor([1.0, 2.0])}, batch_size=[2])
+    warnings.simplefilter("ignore")  # PyTorch's about nested tensors of strided layout
+    sent["strided"] = torch.nested.nested_tensor([torch.arange(3), torch.arange(1)])
     sent["note"] = NonTensorData("same for all", batch_size=[2])
     arrived = deserialize_tensordict(pickle.loads(pickle.dumps(serialize_tensordict(sent))))
     assert [row.tolist() for row in arrived["ids"].unbind()] == [[0, 1], [0, 1, 2]]
+    assert [row.tolist() for row in arrived["strided"].unbind()] == [[0, 1, 2], [0]]
     assert torch.equal(arrived["inner", "half"], inner["half"])
     assert (arrived["plain"].tolist(), arrived["note"]) == ([1.0, 2.0], "same for all")
     assert arrived.batch_size == (2,)

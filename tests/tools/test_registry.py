@@ -10,8 +10,15 @@ import pytest
 import yaml
 
 from verl.errors import ConfigError
+from verl.experimental.agent_loop.tool_agent_loop import normalize_function_tool_return as normalize_public
 from verl.tools.base_tool import BaseTool
-from verl.tools.function_tool import FunctionTool, load_function_tools, schema_of_function
+from verl.tools.function_tool import (
+    FunctionTool,
+    load_function_tools,
+    load_function_tools_from_path,
+    normalize_function_tool_return,
+    schema_of_function,
+)
 from verl.tools.gsm8k_tool import Gsm8kTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.utils.tool_registry import initialize_tools, initialize_tools_from_config
@@ -58,7 +65,7 @@ def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", near: list[
     """
     return {"city": city, "days": days, "unit": unit, "near": near}
 
-@function_tool(name="slow_add")
+@function_tool("slow_add")
 async def add(a: float, b: float) -> str:
     """Add.
 
@@ -70,6 +77,7 @@ async def add(a: float, b: float) -> str:
 
 def no_tool(x: int): ...
 '''
+ECHO = {"type": "function", "function": {"name": "echo", "description": "Say it again.", "parameters": {}}}
 
 
 @pytest.fixture
@@ -130,6 +138,30 @@ def test_typed_functions_are_tools(files: tuple[str, str]):
     assert "Köln" in response.text
     assert (reward, metrics) == (0.0, {})
     assert asyncio.run(call(tools[3], a=1, b=2)) == (ToolResponse(text="3"), 0.5, {"sums": 1})
+
+
+@pytest.mark.parametrize(
+    ("returned", "text", "reward", "metrics"),
+    [
+        ("a", "a", 0.0, {}),
+        (("a", None), "a", 0.0, {}),
+        (([1, None], False, None), "[1, null]", 0.0, {}),
+        ((ToolResponse(text="a"), 2, {"b": 1}), "a", 2.0, {"b": 1}),
+        (3 + 4j, "(3+4j)", 0.0, {}),
+    ],
+)
+def test_what_a_function_returns_is_an_answer_with_reward_and_metrics(returned, text, reward, metrics):
+    tool = FunctionTool(lambda: returned, schema=ECHO)
+    assert tool.name == "echo"
+    answer = asyncio.run(tool.execute("1", {}))
+    assert answer == (ToolResponse(text=text), reward, metrics)
+
+
+def test_a_tuple_of_another_length_is_no_answer():
+    assert normalize_function_tool_return is normalize_public
+    assert load_function_tools_from_path is load_function_tools
+    with pytest.raises(TypeError, match="returned 0 values; a tuple has length 1, 2, or 3"):
+        normalize_function_tool_return(())
 
 
 def test_functions_that_no_model_could_call():

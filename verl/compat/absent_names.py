@@ -321,9 +321,6 @@ ABSENT: dict[str, Absence] = {
         "other design",
         "format_gpt_oss_tool_response_manually(text, name), of verl.experimental.agent_loop.utils, writes one.",
     ),
-    "verl.experimental.agent_loop.tool_agent_loop.normalize_function_tool_return": Absence(
-        "no use", "verl.tools.function_tool reads what a function returns."
-    ),
     "verl.experimental.agent_loop.agent_loop.create_continuous_token_builder": Absence(
         "other design", "verl.agents.conversation.Conversation holds the tokens of a conversation."
     ),

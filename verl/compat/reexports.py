@@ -42,7 +42,7 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         _AGENT_LOOP: "AgentLoopBase AgentLoopOutput register",
         "verl.agents.parsers": "FunctionCall ToolParser",
         "verl.agents.policy": "TokenOutput",
-        "verl.tools.function_tool": "FunctionTool",
+        "verl.tools.function_tool": "FunctionTool normalize_function_tool_return",
         "verl.tools.schemas": "OpenAIFunctionCallSchema OpenAIFunctionParsedSchema ToolResponse",
         _TRACES: "rollout_trace_op",
         "verl.compat.toolkit.agents": "ToolListWrap",
@@ -104,6 +104,7 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.compat.toolkit.processes": "get_random_string temp_env_var",
     },
     "verl.tools.base_tool": {_TRACES: "rollout_trace_op"},
+    "verl.tools.function_tool": {"verl.tools.function_tool": "load_function_tools_from_path=load_function_tools"},
     "verl.trainer.distillation.losses": {
         _SECTIONS: "ActorConfig BaseConfig DistillationConfig DistillationLossConfig",
         "verl.algorithms": "agg_loss get_policy_loss_fn kl_penalty",

@@ -78,6 +78,8 @@ def same_value(a: object, b: object) -> bool:
         return isinstance(a, Tensor) and isinstance(b, Tensor) and _same_tensor(a, b)
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and _same_array(a, b)
+    if hasattr(a, "tolist") and hasattr(b, "tolist"):  # columns of a TensorDict that are no tensors compare by row
+        return same_value(a.tolist(), b.tolist())  # type: ignore[attr-defined]
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):

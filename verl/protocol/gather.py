@@ -50,7 +50,7 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
 
 
 def _pack(data: DataProto) -> tuple[_Header, Tensor]:
-    batch_size, columns = serialize_tensordict(data.batch)
+    batch_size, _, columns = serialize_tensordict(data.batch)
     rest = DataProto(None, data.non_tensor_batch, data.meta_info)
     header = _Header(batch_size, {key: (dtype, shape, len(raw)) for key, (dtype, shape, raw) in columns.items()}, rest)
     parts = [torch.from_numpy(raw) for _, _, raw in columns.values()]
@@ -64,7 +64,7 @@ def _unpack(header: _Header, payload: Tensor) -> DataProto:
     columns = {
         key: (dtype, shape, raw) for (key, (dtype, shape, _)), raw in zip(header.columns.items(), raws, strict=True)
     }
-    wire: WireTensorDict = (header.batch_size, columns)
+    wire: WireTensorDict = (header.batch_size, None, columns)
     return DataProto(deserialize_tensordict(wire), header.rest.non_tensor_batch, header.rest.meta_info)
 
 

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.errors import SchemaError
 from verl.protocol.columns import is_tensordict, make_tensordict
 
 if TYPE_CHECKING:
@@ -35,8 +34,8 @@ PiecesOfTensor = tuple[str, tuple[int, ...], list[np.ndarray]]
 """A ``WireTensor`` whose bytes are split over consecutive buffers."""
 WireColumn = tuple[str, tuple[int, ...], Any]
 """A ``WireTensor``; or what a column that is no dense tensor consists of."""
-WireTensorDict = tuple[tuple[int, ...], dict[str, WireColumn]]
-"""(batch size, columns)."""
+WireTensorDict = tuple[tuple[int, ...], str | None, dict[str, WireColumn]]
+"""(batch size, device of all columns or None, columns)."""
 RAY_THREADS = 6
 """Threads with which Ray copies a buffer of more than 1 MiB into its store."""
 LONG = 2**20
@@ -120,21 +119,23 @@ def _tensor(data: np.ndarray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
 
 
 def serialize_tensordict(batch: TensorDict) -> WireTensorDict:
-    """Return batch size and serialized columns.
+    """Return batch size, device and serialized columns.
 
-    A column may also be a TensorDict, a jagged nested tensor or no tensor; these have a name of their own in the place
+    A column may also be a TensorDict, a nested tensor or no tensor; these have a name of their own in the place
     of the dtype's.
     """
-    return tuple(batch.batch_size), {key: _serialize(column) for key, column in batch.items()}
+    device = None if batch.device is None else str(batch.device)
+    return tuple(batch.batch_size), device, {key: _serialize(column) for key, column in batch.items()}
 
 
 def deserialize_tensordict(arr: WireTensorDict) -> TensorDict:
-    """Invert ``serialize_tensordict``."""
-    batch_size, columns = arr
-    return make_tensordict({key: _deserialize(column) for key, column in columns.items()}, batch_size)
+    """Invert ``serialize_tensordict``; the columns lie on the CPU."""
+    batch_size, device, columns = arr
+    tensordict = make_tensordict({key: _deserialize(column) for key, column in columns.items()}, batch_size)
+    return tensordict if device is None else tensordict.to("cpu")
 
 
-NESTED, JAGGED, OTHER = "tensordict", "jagged", "object"
+NESTED, JAGGED, STRIDED, OTHER = "tensordict", "jagged", "strided", "object"
 """Names of columns that are no dense tensors, as of dtypes."""
 
 
@@ -145,7 +146,7 @@ def _serialize(column: object) -> WireColumn:
         return OTHER, (), column
     if column.is_nested:
         if column.layout != torch.jagged:
-            raise SchemaError("a nested tensor of strided layout does not travel; make it with layout=torch.jagged.")
+            return STRIDED, (column.size(0),), [serialize_single_tensor(row) for row in column.unbind()]
         jagged: Any = column
         parts = {"values": jagged.values(), "offsets": jagged.offsets(), "lengths": jagged.lengths()}
         sent = {name: serialize_single_tensor(part) for name, part in parts.items() if part is not None}
@@ -162,6 +163,8 @@ def _deserialize(column: WireColumn) -> object:
     if kind == JAGGED:
         parts: dict[str, Any] = {name: deserialize_single_tensor(part) for name, part in content.items()}
         return torch.nested.nested_tensor_from_jagged(**parts)
+    if kind == STRIDED:
+        return torch.nested.as_nested_tensor([deserialize_single_tensor(row) for row in content])
     return deserialize_single_tensor(column)
 
 

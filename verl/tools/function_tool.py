@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from verl.base.import_utils import load_module
 from verl.base.types import JsonObject
@@ -40,15 +40,33 @@ def function_tool(function: F, /) -> F: ...
 
 @overload
 def function_tool(
-    *, name: str | None = None, isolated: bool = False, timeout_s: float = 60.0, memory_mb: int = 1024
+    name: str | None = None,
+    /,
+    *,
+    schema: OpenAIFunctionToolSchema | JsonObject | None = None,
+    isolated: bool = False,
+    timeout_s: float = 60.0,
+    memory_mb: int = 1024,
+) -> Callable[[F], F]: ...
+
+
+@overload
+def function_tool(
+    *,
+    name: str,
+    schema: OpenAIFunctionToolSchema | JsonObject | None = None,
+    isolated: bool = False,
+    timeout_s: float = 60.0,
+    memory_mb: int = 1024,
 ) -> Callable[[F], F]: ...
 
 
 def function_tool(
-    function: Callable[..., object] | None = None,
+    function: Callable[..., object] | str | None = None,
     /,
     *,
     name: str | None = None,
+    schema: OpenAIFunctionToolSchema | JsonObject | None = None,
     isolated: bool = False,
     timeout_s: float = 60.0,
     memory_mb: int = 1024,
@@ -56,17 +74,21 @@ def function_tool(
     """Mark a function as a tool; it stays a function that other code can call.
 
     Args:
-        function: ``def`` or ``async def``, with annotated parameters and a docstring that describes each of them.
+        function: ``def`` or ``async def``, with annotated parameters and a docstring that describes each of them; a
+            text is the ``name``.
         name: name of the tool, by default that of the function.
+        schema: description of the tool, in place of annotations and docstring.
         isolated: whether calls run in worker processes; see :class:`IsolatedFunctionTool`.
         timeout_s: seconds of a call in such a process.
         memory_mb: memory of a call in such a process.
     """
+    if isinstance(function, str):
+        return function_tool(name=function, schema=schema, isolated=isolated, timeout_s=timeout_s, memory_mb=memory_mb)
 
     def mark(marked: Callable[..., object]) -> Callable[..., object]:
         called = name or marked.__name__
         make = partial(IsolatedFunctionTool, timeout_s=timeout_s, memory_mb=memory_mb) if isolated else FunctionTool
-        setattr(marked, _MARK, partial(make, name=called))
+        setattr(marked, _MARK, partial(make, name=called, schema=schema))
         return marked
 
     return mark if function is None else mark(function)
@@ -78,36 +100,58 @@ def is_tool(function: Callable[..., object]) -> bool:
 
 
 class FunctionTool(BaseTool):
-    """A function as a tool. It has no state; what it returns becomes text.
+    """A function as a tool. It has no state; :func:`normalize_function_tool_return` says what becomes of its values.
 
-    A text is the answer as it is, a :class:`ToolResponse` too, a tuple is that of :meth:`BaseTool.execute`, and any
-    other value is written as JSON. A function that is not ``async`` runs in a thread.
+    A function that is not ``async`` runs in a thread.
 
     Raises:
         ConfigError: a parameter has no type or no description.
     """
 
-    def __init__(self, function: Callable[..., object], name: str | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., object],
+        name: str | None = None,
+        schema: OpenAIFunctionToolSchema | JsonObject | None = None,
+    ) -> None:
         self.function = function
-        super().__init__({}, schema_of_function(function, name))
+        described = schema_of_function(function, name) if schema is None else schema
+        super().__init__({}, OpenAIFunctionToolSchema.model_validate(described))
 
     async def execute(
         self, instance_id: str, parameters: JsonObject, **kwargs: object
     ) -> tuple[ToolResponse, float | None, JsonObject | None]:
         """Call the function."""
-        result = await self.call(parameters)
-        if isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], ToolResponse):
-            return result
-        if isinstance(result, ToolResponse):
-            return result, 0.0, {}
-        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-        return ToolResponse(text=text), 0.0, {}
+        return normalize_function_tool_return(await self.call(parameters))
 
     async def call(self, parameters: JsonObject) -> object:
         """Return what the function returns."""
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**parameters)
         return await in_thread(self.function, **parameters)
+
+
+def normalize_function_tool_return(result: object) -> tuple[ToolResponse, float, JsonObject]:
+    """Turn what a function returned into the result of :meth:`BaseTool.execute`.
+
+    A tuple is the answer, its reward and metrics, of which the last ones may be missing or None. An answer is a text or
+    a :class:`ToolResponse`; any other value is written as JSON, or as ``str`` does if JSON cannot express it.
+
+    Raises:
+        TypeError: a tuple has another length.
+    """
+    parts: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
+    if not 1 <= len(parts) <= 3:
+        raise TypeError(f"a tool returned {len(parts)} values; a tuple has length 1, 2, or 3: answer, reward, metrics.")
+    answer, reward, metrics = (*parts, None, None)[:3]
+    if not isinstance(answer, ToolResponse):
+        if not isinstance(answer, str):
+            try:
+                answer = json.dumps(answer, ensure_ascii=False)
+            except TypeError:
+                answer = str(answer)
+        answer = ToolResponse(text=answer)
+    return answer, 0.0 if reward is None else float(reward), {} if metrics is None else metrics
 
 
 class ToolProcessError(RuntimeError):
@@ -122,8 +166,15 @@ class IsolatedFunctionTool(FunctionTool):
     What the function returns travels between processes: texts, numbers, None, and lists and dicts of them.
     """
 
-    def __init__(self, function: Callable[..., object], name: str | None, timeout_s: float, memory_mb: int) -> None:
-        super().__init__(function, name)
+    def __init__(
+        self,
+        function: Callable[..., object],
+        name: str | None,
+        timeout_s: float,
+        memory_mb: int,
+        schema: OpenAIFunctionToolSchema | JsonObject | None = None,
+    ) -> None:
+        super().__init__(function, name, schema)
         workers = os.cpu_count() or 1
         self.config = {"max_concurrent": workers, "timeout_s": timeout_s + SPARE_S}
         self._pool = KillablePool(function, workers, Budget(timeout_s=timeout_s, memory_mb=memory_mb, kill_retries=0))

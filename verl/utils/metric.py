@@ -84,6 +84,20 @@ class Metric:
         return joined
 
     @classmethod
+    def aggregate_dp(cls, metric_lists: Sequence[Metric]) -> float:
+        """Return the one value over ranks with equally many values each, of which a sum takes the mean of the ranks.
+
+        Raises:
+            ConfigError: ranks have different numbers of values, whose mean or sum would depend on the ranks.
+        """
+        joined, lengths = cls.chain(metric_lists), [len(metric.values) for metric in metric_lists]
+        if len({*lengths}) > 1 and joined.aggregation in (AggregationType.MEAN, AggregationType.SUM):
+            raise ConfigError(
+                f"a {joined.aggregation.value} over ranks takes equally many values of each, got {lengths}."
+            )
+        return joined.aggregate() / (len(lengths) if joined.aggregation == AggregationType.SUM else 1)
+
+    @classmethod
     def from_dict(cls, data: Mapping[str, object], aggregation: str | AggregationType) -> dict[str, Metric]:
         """Make a metric of each value."""
         return {name: cls(aggregation, value) for name, value in data.items()}
@@ -96,7 +110,8 @@ class Metric:
 def reduce_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
     """Reduce each metric to its mean; to its maximum or minimum if a word of its name is ``max`` or ``min``.
 
-    A :class:`Metric` is reduced in its own way. A metric without values is left out.
+    A :class:`Metric`, or a list of those of several ranks, is reduced in its own way. A metric without values is left
+    out.
 
     {"actor/loss": [1.0, 3.0], "critic/score/max": [1.0, 3.0]}  →  2.0 and 3.0
 
@@ -108,6 +123,8 @@ def reduce_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
         if isinstance(values, Metric):
             if values.values:
                 reduced[name] = values.aggregate()
+        elif isinstance(values, list) and values and all(isinstance(value, Metric) for value in values):
+            reduced[name] = Metric.aggregate_dp(values)
         elif (numbers := _numbers(name, values)).size:
             reduced[name] = float(_reducer(name)(numbers))
     return reduced

@@ -7,6 +7,7 @@ import torch
 
 from verl.compat.toolkit import tensordicts as tu
 from verl.errors import SchemaError
+from verl.protocol.columns import union_tensor_dict
 
 
 def batch():
@@ -48,7 +49,7 @@ def test_rows_are_chosen_cut_and_joined_in_every_kind_of_column():
 def test_columns_are_read_set_and_removed():
     td = batch()
     assert tu.get(td, "nothing", 5) == tu.pop(td, "nothing", 5) == tu.get_non_tensor_data(td, "nothing", 5) == 5
-    tu.assign_non_tensor(td, step=3, uid=["e", "f", "g", "h"])
+    assert tu.assign_non_tensor(td, step=3, uid=["e", "f", "g", "h"]) is td
     assert (tu.get(td, "step"), tu.get(td, "uid")) == (3, ["e", "f", "g", "h"])
     with pytest.raises(SchemaError, match="'uid' has 2 values for 4 rows"):
         tu.assign_non_tensor(td, uid=["e", "f"])
@@ -58,6 +59,22 @@ def test_columns_are_read_set_and_removed():
     with pytest.raises(KeyError, match="no column 'ids'"):
         tu.get_keys(td, ["ids"])
     assert tu.pop(td, "temperature") == 0.7
+
+
+def test_the_ragged_dimension_stays_where_rows_have_one_length():
+    positions = tu.nested_tensor_from_tensor_list([torch.full((4, length), length) for length in (2, 3, 3, 1)])
+    chosen = tu.get(tu.index_select_tensor_dict(tu.get_tensordict({"positions": positions}), [1, 2]), "positions")
+    assert (chosen.values().shape, chosen.offsets().tolist()) == ((4, 6), [0, 3, 6])
+    first = tu.nested_tensor_from_tensor_list([torch.zeros(length, 2) for length in (1, 3)], ragged_idx=1)
+    assert tu.concat_nested_tensors([first, first]).values().shape == (8, 2)
+
+
+def test_values_per_row_are_united_if_they_are_equal():
+    a, b = tu.get_tensordict({"uid": ["a", "b"]}), tu.get_tensordict({"uid": ["a", "b"], "x": torch.zeros(2)})
+    assert sorted(union_tensor_dict(a, b).keys()) == ["uid", "x"]
+    tu.assign_non_tensor(b, uid=["a", "c"])
+    with pytest.raises(SchemaError, match="'uid' is in both batches with different values"):
+        union_tensor_dict(a, b)
 
 
 def test_rows_become_columns():

@@ -6,7 +6,7 @@ The batches of verl itself are ``DataProto``; ``DataProto.to_tensordict`` and ``
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 
 from verl.errors import SchemaError
 from verl.protocol.columns import describe, listing, row_indices, same_value
+
+TensorDictT = TypeVar("TensorDictT", bound=TensorDictBase)
 
 # ---- making ---------------------------------------------------------------------------------------
 
@@ -56,13 +58,14 @@ def list_of_dict_to_tensordict(list_of_dicts: Sequence[Mapping[str, Any]]) -> Te
     return get_tensordict(columns)
 
 
-def assign_non_tensor(tensor_dict: TensorDictBase, **kwargs: object) -> None:
-    """Set non-tensor values in place: a list with one value per row, anything else for all rows."""
+def assign_non_tensor(tensor_dict: TensorDictT, **kwargs: object) -> TensorDictT:
+    """Set non-tensor values in place and return it: a list with one value per row, anything else for all rows."""
     for key, value in kwargs.items():
         if isinstance(value, list | NonTensorStack) and tensor_dict.batch_size:
             assign_non_tensor_stack(tensor_dict, key, value)
         else:
             assign_non_tensor_data(tensor_dict, key, value)
+    return tensor_dict
 
 
 def assign_non_tensor_data(tensor_dict: TensorDictBase, key: str, val: object) -> None:
@@ -155,7 +158,8 @@ def index_select_tensor_dict(batch: TensorDictBase, indices: Any) -> TensorDict:
         value = batch.get(key)
         if isinstance(value, Tensor) and value.is_nested:
             parts = value.unbind()
-            selection.set(key, _jagged([parts[row] for row in rows.tolist()]))
+            selected = [parts[row] for row in rows.tolist()]
+            selection.set(key, nested_tensor_from_tensor_list(selected, _ragged_dimension(value)))
         elif isinstance(value, Tensor):
             selection.set(key, value[rows.to(value.device)])
         elif isinstance(value, NonTensorStack):
@@ -198,11 +202,21 @@ def concat_tensordict(data: Sequence[TensorDictBase]) -> TensorDict:
 
 def concat_nested_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """Join the rows of jagged tensors."""
-    return _jagged([row for tensor in tensors for row in tensor.unbind()])
+    rows = [row for tensor in tensors for row in tensor.unbind()]
+    return nested_tensor_from_tensor_list(rows, _ragged_dimension(tensors[0]))
 
 
-def _jagged(rows: Sequence[Tensor]) -> Tensor:
-    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+def nested_tensor_from_tensor_list(tensor_list: Sequence[Tensor], ragged_idx: int | None = None) -> Tensor:
+    """Create a jagged tensor of rows whose lengths differ in a dimension, the last unless given; 0 counts rows."""
+    ragged = tensor_list[0].dim() if ragged_idx is None else ragged_idx
+    lengths = torch.tensor([0, *(row.shape[ragged - 1] for row in tensor_list)], device=tensor_list[0].device)
+    values = torch.cat(list(tensor_list), dim=ragged - 1)
+    return torch.nested.nested_tensor_from_jagged(values, lengths.cumsum(0), jagged_dim=ragged)
+
+
+def _ragged_dimension(nested: Tensor) -> int:
+    # PyTorch would guess it from the rows, and guess wrong where all of them have one length.
+    return next(dimension for dimension, size in enumerate(nested.shape) if not isinstance(size, int))
 
 
 def make_iterator(

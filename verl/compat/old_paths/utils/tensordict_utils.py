@@ -15,6 +15,7 @@ from verl.compat.toolkit.tensordicts import get_tensordict as get_tensordict
 from verl.compat.toolkit.tensordicts import index_select_tensor_dict as index_select_tensor_dict
 from verl.compat.toolkit.tensordicts import list_of_dict_to_tensordict as list_of_dict_to_tensordict
 from verl.compat.toolkit.tensordicts import make_iterator as make_iterator
+from verl.compat.toolkit.tensordicts import nested_tensor_from_tensor_list as nested_tensor_from_tensor_list
 from verl.compat.toolkit.tensordicts import pad_to_divisor as pad_to_divisor
 from verl.compat.toolkit.tensordicts import pop as pop
 from verl.compat.toolkit.tensordicts import pop_keys as pop_keys
