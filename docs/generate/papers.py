@@ -28,19 +28,13 @@ data, unless they are listed. The kinds of tests ("proven") are explained in the
 LEFT_OUT = """
 ## Not in this version
 
-- **GTPO** ([arXiv:2508.03772](https://arxiv.org/abs/2508.03772)): which tokens of two responses are in conflict
-  differs between the versions of the paper, and another method has the same name
-  ([arXiv:2508.04349](https://arxiv.org/abs/2508.04349)).
-- **TPO** ([arXiv:2604.06159](https://arxiv.org/abs/2604.06159)): its loss compares all responses to a prompt under
-  the current policy, and a pass here may hold a part of them; and for long responses it is not settled whether
-  their log-probs are sums or means, which decides whether it learns anything.
-- **ULD** ([arXiv:2402.12030](https://arxiv.org/abs/2402.12030)) and the full-vocabulary part of **GOLD**: distances
-  between the distributions of two tokenizers, which are not 0 for two models that write the same texts with equal
-  probabilities; see [spans of text](internals/distillation.md#spans-of-text), which are compared instead.
+GTPO ([arXiv:2508.03772](https://arxiv.org/abs/2508.03772)), TPO ([arXiv:2604.06159](https://arxiv.org/abs/2604.06159)),
+ULD ([arXiv:2402.12030](https://arxiv.org/abs/2402.12030)) and the full-vocabulary part of GOLD; teachers of another
+tokenizer are compared on [spans of text](internals/distillation.md#spans-of-text).
 """
 
 OF_ITSELF = (
-    " Here the policy is its own teacher; accounts of the divergence differ, see "
+    " Self-distillation; accounts of the divergence differ, see "
     "[what papers do](distillation.md#what-papers-do)."
 )
 
