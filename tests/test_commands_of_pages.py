@@ -60,15 +60,11 @@ RUN = {
     "verl doctor": "",
     "verl doctor --json": "",
     "python -m benchmarks.agreement": "--kinds 'dense (Qwen3)'",
-    f"python -m benchmarks.answer_scorers {GSM8K}": "",
-    "python -m benchmarks.dataproto_transfer": "--mb 1 --rounds 2",
-    "python -m benchmarks.driver_bytes": "--lengths 64",
     f"python -m benchmarks.gsm8k_scores {GSM8K}": "",
     "python -m benchmarks.hostile_rewards --timeout_s 10": "--timeout_s 1",
     "python -m benchmarks.plan_accuracy": "--quick",
     "python -m benchmarks.plan_published": "--model Qwen2-7B",
     "python -m benchmarks.rollout_gap": "--rows 2 --samples 1",
-    "python -m benchmarks.simulated_ranks": "--ranks 4 --response 64",
 }
 """Commands that the slow test runs to the end, with the options that make them shorter."""
 
@@ -82,7 +78,6 @@ NOT_RUN = {
     "verl": "needs runs or models of the reader; tests/cli and tests/plugins/view run it on made-up ones",
     "benchmarks.invariance": "trains in a dozen layouts; tests/trainer compares them, two at a time",
     "benchmarks.plan_published --factors": "a slow test runs it (tests/plugins/plan/test_suggest.py)",
-    "benchmarks.simulated_ranks --one --ranks 4096": "takes minutes and 2 GB; the table above runs it with 4 ranks",
 }
 """Why the slow test leaves out the other commands, by the beginning of the program or module."""
 

@@ -34,8 +34,7 @@ tokenizer are compared on [spans of text](internals/distillation.md#spans-of-tex
 """
 
 OF_ITSELF = (
-    " Self-distillation; accounts of the divergence differ, see "
-    "[what papers do](distillation.md#what-papers-do)."
+    " Self-distillation; accounts of the divergence differ, see [what papers do](distillation.md#what-papers-do)."
 )
 
 
