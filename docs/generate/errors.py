@@ -26,6 +26,18 @@ INTRO = (
 )
 
 
+UNUSUAL = {
+    "cut weight file",
+    "weights with NaN",
+    "tokenizer of another model",
+    "tokenizer without pad token and end token",
+    "unwritable folder",
+    "a scorer that returns NaN",
+    "empty data set",
+}
+"""Mistakes that only the tests make: their messages say everything, and the page stays short."""
+
+
 def message(arguments: list[str], folder: Path) -> str:
     """The error output of a run, without logs of other libraries."""
     done = subprocess.run(
@@ -48,6 +60,8 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     parts = [INTRO]
     for case in BAD_INPUTS:
+        if case.title in UNUSUAL:
+            continue
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             text = message(case.make(folder), folder)
