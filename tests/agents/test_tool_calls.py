@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import sys
 import threading
@@ -93,7 +94,8 @@ def run(runner: ToolRunner, *turns: list[FunctionCall], **row: Any) -> tuple[lis
 
     async def trajectory():
         async with runner.session(row) as session:
-            found = [result for turn in turns for result in await session.call_all(turn, agent_data="here")]
+            make = functools.partial(session.call, agent_data="here")
+            found = [result for turn in turns for result in await session.call_all(turn, make)]
             return found, await session.rewards()
 
     return asyncio.run(trajectory())

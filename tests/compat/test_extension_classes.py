@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from tensordict import TensorDict
 
 from tests.agents.script import Script
 from tests.support.tiny_run import make_tiny_run, overrides
+from verl.agents.loop import AgentLoopOutput
 from verl.agents.policy import SampleId
 from verl.agents.tool_agent import ToolAgentLoop
 from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult
@@ -56,50 +56,175 @@ class Mine(AgentLoopBase):
 """
 
 
-def run_loop(folder: Path, source: str, texts: list[str], entry: str = "", **changes: object) -> tuple[Any, Any]:
-    """Run the class ``Mine`` of a program for one prompt, on a policy that says ``texts``; the result, the policy."""
-    paths = make_tiny_run(folder)
-    (folder / "loop_of_program.py").write_text(source)
-    (folder / "loops.yaml").write_text(f"- {{name: mine, _target_: Mine, path: {folder}/loop_of_program.py{entry}}}\n")
-    agent = "actor_rollout_ref__rollout__agent__"
-    settings = {
-        "data__max_prompt_length": 80,
-        "data__max_response_length": 200,
-        f"{agent}agent_loop_config_path": folder / "loops.yaml",
-        f"{agent}default_agent_loop": "mine",
-        **changes,
-    }
-    command = [*overrides(paths, folder, **settings), "+my_section.switch=on", "+data.my_switch=on"]
-    config = load_config(compose(command), for_program=True)
-    tokenizer = hf_tokenizer(paths["model"])
-    script = Script(tokenizer)
-    script.begin(texts)
-    trajectory = Trajectory(
-        agent_name="mine",
-        sample=SampleId(step=1, uid="1-0", sample_index=0, prompt_ids=(5, 6)),
-        sampling=SamplingParams(seed=1, max_tokens=200),
-        row={"raw_prompt": [{"role": "user", "content": "2*21?"}]},
-    )
-    result: TrajectoryResult = asyncio.run(AgentLoopWorker(config, tokenizer, None, script).run(trajectory))
-    assert result.status == "done", result.message
-    return result.outputs[0], script
+TOOL_LOOPS = """
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.experimental.agent_loop.tool_agent_loop import AgentData, AgentState, ToolAgentLoop
+from verl.tools.function_tool import function_tool
+
+@function_tool
+def double(x: int) -> int:
+    "Double.\\n\\nArgs:\\n    x: a number."
+    return 2 * x
+
+class Plain(ToolAgentLoop):
+    pass
+
+class Hooks(ToolAgentLoop):
+    def __init__(self, *args, repeats=1, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.repeats = repeats
+
+    async def _call_tool(self, tool_call, tools_kwargs, agent_data):
+        response, reward, metrics = await super()._call_tool(tool_call, tools_kwargs, agent_data)
+        response.text += self.config.my_section.switch * self.repeats
+        return response, 0.5, {**metrics, "calls": len(agent_data.tool_calls)}
+
+    async def _handle_processing_tools_state(self, agent_data):
+        state = await super()._handle_processing_tools_state(agent_data)
+        agent_data.extra_fields["seen"] = (agent_data.user_turns, self.tokenizer.decode(agent_data.prompt_ids[-8:]))
+        return AgentState.TERMINATED if agent_data.user_turns == 2 else state
+
+class Writes(ToolAgentLoop):
+    async def _handle_processing_tools_state(self, agent_data):
+        ids = self.tokenizer.encode("[3]", add_special_tokens=False)
+        agent_data.prompt_ids += ids
+        agent_data.response_mask += [0] * len(ids)
+        if agent_data.response_logprobs:
+            agent_data.response_logprobs += [0.0] * len(ids)
+        return AgentState.GENERATING
+
+class OwnRun(ToolAgentLoop):
+    async def run(self, sampling_params, **kwargs):
+        data = AgentData(messages=list(kwargs["raw_prompt"]), image_data=None, video_data=None, metrics={},
+                         request_id="a", tools_kwargs={})
+        state = await self._handle_pending_state(data, sampling_params)
+        for _ in range(2):
+            assert await self._handle_generating_state(data, sampling_params) == AgentState.PROCESSING_TOOLS
+            assert await self._handle_processing_tools_state(data) == AgentState.GENERATING
+        count = len(data.response_mask)
+        return AgentLoopOutput(
+            prompt_ids=data.prompt_ids[:-count], response_ids=data.prompt_ids[-count:],
+            response_mask=data.response_mask, response_logprobs=data.response_logprobs, metrics=data.metrics,
+            num_turns=data.user_turns + data.assistant_turns + 1, extra_fields={"tool_rewards": data.tool_rewards})
+
+class Long(Hooks):
+    pass
+
+class Broken(ToolAgentLoop):
+    async def _handle_processing_tools_state(self, agent_data):
+        agent_data.response_mask += [0] * 999
+        return AgentState.GENERATING
+"""
+CALL = '<tool_call>{"name": "double", "arguments": {"x": 3}}</tool_call>'
 
 
-def test_an_agent_loop_reads_keys_of_its_program_and_the_attributes_of_its_base(tmp_path: Path):
-    output, _ = run_loop(tmp_path, LOOP, ["42"], ", greeting: hello")
+class Loops:
+    """Agent loops of a program, by the names of their classes, and a policy that says given texts."""
+
+    def __init__(self, folder: Path) -> None:
+        paths, file = make_tiny_run(folder), folder / "loops_of_program.py"
+        file.write_text(LOOP + TOOL_LOOPS)
+        names = ("Mine", "Plain", "Hooks", "Long", "Writes", "OwnRun", "Broken")
+        more = {"Mine": ", greeting: hello", "Long": ", repeats: 20"}
+        entries = [f"- {{name: {name}, _target_: {name}, path: {file}{more.get(name, '')}}}\n" for name in names]
+        (folder / "loops.yaml").write_text("".join(entries))
+        rollout = "actor_rollout_ref__rollout__"
+        settings = {
+            "data__max_prompt_length": 900,
+            "data__max_response_length": 400,
+            f"{rollout}agent__agent_loop_config_path": folder / "loops.yaml",
+            f"{rollout}agent__default_agent_loop": "Mine",
+            f"{rollout}multi_turn__function_tool_path": file,
+            f"{rollout}multi_turn__max_tool_response_length": 20,
+        }
+        command = [*overrides(paths, folder, **settings), "+my_section.switch=on", "+data.my_switch=on"]
+        self.tokenizer = hf_tokenizer(paths["model"])
+        self.policy = Script(self.tokenizer)
+        config = load_config(compose(command), for_program=True)
+        self._worker = AgentLoopWorker(config, self.tokenizer, None, self.policy)
+
+    def run(self, name: str, *texts: str) -> AgentLoopOutput:
+        self.policy.begin(list(texts))
+        trajectory = Trajectory(
+            agent_name=name,
+            sample=SampleId(step=1, uid="1-0", sample_index=0, prompt_ids=(5, 6)),
+            sampling=SamplingParams(seed=1, max_tokens=200),
+            row={"raw_prompt": [{"role": "user", "content": "2*21?"}]},
+        )
+        result: TrajectoryResult = asyncio.run(self._worker.run(trajectory))
+        assert result.status == "done", result.message
+        return result.outputs[0]
+
+    def written(self, output: AgentLoopOutput) -> str:
+        """The response, with the tokens of mask 0 in ()."""
+        marked = (
+            self.tokenizer.decode([token]) if mask else f"({self.tokenizer.decode([token])})"
+            for token, mask in zip(output.response_ids, output.response_mask, strict=True)
+        )
+        return "".join(marked).replace(")(", "")
+
+
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
+    return Loops(tmp_path_factory.mktemp("loops"))
+
+
+def test_an_agent_loop_reads_keys_of_its_program_and_the_attributes_of_its_base(loops: Loops):
+    output = loops.run("Mine", "42")
     assert output.extra_fields["seen"] == ("on", "on", "hello", True)
     assert output.extra_fields["system"] == ""  # the template of the tiny model writes none
     assert output.extra_fields["dataset"] == "RLHFDataset"
-    assert output.extra_fields["lengths"] == (80, 200)
+    assert output.extra_fields["lengths"] == (900, 400)
 
 
-def test_hooks_of_a_tool_loop_of_states_are_refused_where_nothing_calls_them():
+def test_a_tool_loop_with_methods_of_a_program(loops: Loops):
+    drawn = CALL + "<eos>"
+
+    # With no method overridden it is the loop of tools, token by token.
+    plain = loops.run("Plain", CALL, CALL, "42")
+    result = "tool: 6\n<assistant>"
+    assert loops.written(plain) == f"{drawn}({result}){drawn}({result})42<eos>"
+    assert loops.tokenizer.decode(loops.policy.prompts[-1]) == f"<user>2*21?<assistant>{drawn}{result}{drawn}{result}"
+    prompts, times = loops.policy.prompts, {"metrics", "conversation"}
+    ours = loops.run("tool_agent", CALL, CALL, "42")
+    assert plain.model_dump(exclude=times) == ours.model_dump(exclude=times)
+    assert prompts == loops.policy.prompts
+
+    # The tool's answer has the program's text and reward; the second one ends the conversation.
+    hooks = loops.run("Hooks", CALL, CALL)
+    assert loops.written(hooks) == f"{drawn}(tool: 6on\n<assistant>){drawn}(tool: 6on\n<assistant>)"
+    assert hooks.extra_fields["tool_rewards"] == [0.5, 0.5]
+    assert hooks.extra_fields["tool_extra_fields"]["metrics"] == [{"calls": 1}] * 2
+    assert hooks.extra_fields["seen"] == (2, "l: 6on\n<assistant>")
+    # A long text of the program is shortened as that of a tool is.
+    long = loops.written(loops.run("Long", CALL, "42"))
+    assert long == f"{drawn}(tool: 6...(truncated)...on\n<assistant>)42<eos>"
+
+    # Tokens that a method wrote itself; the policy goes on after them.
+    writes = loops.run("Writes", CALL, CALL, "42")
+    assert loops.written(writes) == f"{drawn}([3]){drawn}([3])42<eos>"
+    assert writes.response_logprobs == [-0.25 * mask for mask in writes.response_mask]
+    assert writes.extra_fields["tool_call_counts"] == 0
+
+    # A run of the program's own, with the methods of the base.
+    own_run = loops.run("OwnRun", CALL, CALL)
+    assert loops.written(own_run) == f"{drawn}({result}){drawn}({result})"
+    assert (own_run.num_turns, own_run.extra_fields["tool_rewards"]) == (5, [0.0, 0.0])
+
+    with pytest.raises(AssertionError, match=r"response_mask has 1064 values, and prompt and response have 72 tokens"):
+        loops.run("Broken", CALL, "42")
+
+
+def test_methods_of_a_tool_loop_that_nothing_could_call_are_refused():
     async def hook(self: object, *arguments: object) -> None: ...
 
-    message = r"Mine\._call_tool would never be called: ToolAgentLoop\.run has no states"
-    with pytest.raises(ConfigError, match=message):
-        type("Mine", (ToolAgentLoop,), {"_call_tool": hook})
-    assert type("Mine", (ToolAgentLoop,), {"_call_tool": hook, "run": hook}).run is hook
+    async def short(self: object, tool_call: object) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"Mine\._build_assistant_message would never be called"):
+        type("Mine", (ToolAgentLoop,), {"_build_assistant_message": hook})
+    with pytest.raises(ConfigError, match=r"Mine\._call_tool cannot be called: too many positional arguments"):
+        type("Mine", (ToolAgentLoop,), {"_call_tool": short})
+    assert type("Mine", (ToolAgentLoop,), {"_call_tool": short, "run": hook}).run is hook
 
 
 REWARD = """

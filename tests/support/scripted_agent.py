@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +54,7 @@ class ScriptedAgent(ToolAgentLoop):
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """See :meth:`AgentLoopBase.run`."""
-        parser = _ScriptParser(self.tokenizer, json.loads(kwargs["script"]))
-        self.shared = replace(self.shared, parser=parser)
+        self.tool_parser = _ScriptParser(self.tokenizer, json.loads(kwargs["script"]))
         return await super().run(sampling_params, **kwargs)
 
 

@@ -132,6 +132,7 @@ class Conversation:
         """Number of messages of the prompt."""
         self._drawn_last = False
         self._is_cut = False
+        """Whether its tokens are others than the template writes: the prompt was cut, or a program wrote them."""
         self._ends: frozenset[int] = frozenset()
         self._numbers = itertools.count()
         rendered = template.encoded(self._prepared, self._guarded_tools, True)
@@ -264,6 +265,41 @@ class Conversation:
             return True
         self.sequence.add(messages[0]["role"], ids, 0, [0.0] * len(ids))
         return True
+
+    def rewrite(self, ids: list[int], mask: list[int]) -> None:
+        """Replace the tokens of the last sequence with those that a program wrote in its own way.
+
+        New tokens with mask 1 count as a turn of the policy, others as one of a tool. From then on the tokens are not
+        compared with the template's, and history stays as it is written.
+
+        Args:
+            ids: prompt and response.
+            mask: of the tokens of the response, the last ones.
+
+        Raises:
+            DataError: the mask is longer than the tokens.
+        """
+        start = len(ids) - len(mask)
+        if start < 1:
+            raise DataError(
+                f"response_mask has {len(mask)} values, and prompt and response have {len(ids)} tokens. Extend "
+                "prompt_ids and response_mask by the same tokens."
+            )
+        sequence, response = self.sequence, ids[start:]
+        same = common_prefix_length(sequence.response_ids, response)
+        turns = [turn for turn in sequence.turns if turn.stop <= same]
+        end = turns[-1].stop if turns else 0
+        log_probs = sequence.response_logprobs[:end] + [0.0] * (len(response) - end)
+        self.sequences[-1] = TokenSequence(ids[:start], response, list(mask), log_probs, turns)
+        self._is_cut = True
+        for is_drawn, positions in itertools.groupby(range(end, len(response)), lambda index: bool(mask[index])):
+            span = list(positions)
+            role = "assistant" if is_drawn else "tool"
+            turns.append(Turn(role, span[0], span[-1] + 1))
+            text = self.template.tokenizer.decode(response[span[0] : span[-1] + 1], skip_special_tokens=True)
+            self.messages.append({"role": role, "content": text})
+            self._prepared.append(self.template.prepare(self.messages[-1], "policy" if is_drawn else "program"))
+        self._drawn_last = bool(turns) and turns[-1].role == "assistant"
 
     def copy(self) -> Conversation:
         """Return a copy that grows by itself."""

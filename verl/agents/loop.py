@@ -226,6 +226,9 @@ class AgentLoopBase(ABC):
             mask 1 are left out if there are others.
         """
 
+    async def end_trajectory(self) -> None:  # noqa: B027 - most loops have nothing to free
+        """Free what :meth:`run` has taken for its trajectory; called after it, however it ended."""
+
     async def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, object]],

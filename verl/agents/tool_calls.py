@@ -166,7 +166,7 @@ class ToolRunner:
             ConfigError: they have another form.
         """
         self._check_row(tools_kwargs)
-        session = ToolSession(self, tools_kwargs or {}, images)
+        session = ToolSession(self, {} if tools_kwargs is None else tools_kwargs, images)
         try:
             yield session
         finally:
@@ -255,16 +255,21 @@ class ToolSession:
     def __init__(self, runner: ToolRunner, tools_kwargs: JsonMapping, images: ImagePrompts | None = None) -> None:
         self.runner = runner
         self._images = images
-        self._kwargs = tools_kwargs
+        self.tools_kwargs = tools_kwargs
+        """See :meth:`ToolRunner.session`."""
         self._thread: LoopThread | None = None
         self._instances: dict[str, asyncio.Task[tuple[str, ToolResponse]]] = {}
+        self._results: dict[int, ToolCallResult] = {}
+        """Results of calls that :meth:`result` has not returned yet, by the identity of the call."""
 
-    async def call_all(self, calls: Sequence[FunctionCall], **kwargs: object) -> list[ToolCallResult]:
+    async def call_all(
+        self, calls: Sequence[FunctionCall], call: Callable[[FunctionCall], Awaitable[ToolCallResult]] | None = None
+    ) -> list[ToolCallResult]:
         """Make the calls of one turn at once, at most ``max_parallel_calls`` of them.
 
         Args:
             calls: the calls.
-            **kwargs: for ``execute`` of each tool, such as ``agent_data``.
+            call: makes one of them, by default :meth:`call`.
 
         Returns:
             One result for each call, in their order.
@@ -273,9 +278,9 @@ class ToolSession:
             TrajectoryError: the ``create`` of a tool failed.
         """
         most = self.runner.limits.max_parallel_calls
-        results = await asyncio.gather(*(self.call(call, **kwargs) for call in calls[:most]))
+        results = await asyncio.gather(*map(call or self.call, calls[:most]))
         problem = f"a turn may have at most {most} {'call' if most == 1 else 'calls'}; this one was not made."
-        return [*results, *(self._failed(call, CallFailure.TOO_MANY, problem) for call in calls[most:])]
+        return [*results, *(self._failed(left, CallFailure.TOO_MANY, problem) for left in calls[most:])]
 
     def refuse(self, malformed: MalformedCall) -> ToolCallResult:
         """The result of what a parser could not read."""
@@ -284,7 +289,48 @@ class ToolSession:
         return replace(failed, reward=-self.runner.limits.malformed_penalty or None)
 
     async def call(self, call: FunctionCall, **kwargs: object) -> ToolCallResult:
-        """Make one call; see :meth:`call_all`."""
+        """Make one call.
+
+        Args:
+            call: the call.
+            **kwargs: for ``execute`` of the tool, such as ``agent_data``.
+        """
+        result = self._results[id(call)] = await self._made(call, kwargs)
+        return result
+
+    async def result(self, call: FunctionCall, answer: object) -> ToolCallResult:
+        """Return the result of a call whose answer a method of an agent loop may have changed, or given itself.
+
+        Args:
+            call: the call.
+            answer: response, reward and metrics.
+        """
+        made = self._results.pop(id(call), None)
+        if made is not None and answer == (made.response, made.reward, made.metrics):
+            return made
+        result = made or ToolCallResult(name=call.name, arguments=call.arguments, response=ToolResponse())
+        try:
+            response, reward, metrics = _checked(call.name, answer)
+            shown = await self._read_media(call.name, response) or result.shown
+        except _CallError as error:
+            return self._failed(call, error.failure, str(error))
+        return self._with_answer(result, response, reward, metrics, shown)
+
+    def _with_answer(
+        self,
+        result: ToolCallResult,
+        response: ToolResponse,
+        reward: float | None,
+        metrics: JsonObject,
+        shown: Sequence[Message],
+    ) -> ToolCallResult:
+        text, is_truncated = self.runner.shortened(response.text or "")
+        response = response.model_copy(update={"text": text, "image": None, "video": None})
+        return replace(
+            result, response=response, reward=reward, metrics=metrics, is_truncated=is_truncated, shown=shown
+        )
+
+    async def _made(self, call: FunctionCall, kwargs: JsonObject) -> ToolCallResult:
         made_at, begin = time.time(), time.monotonic()
         start = begin
         try:
@@ -297,19 +343,15 @@ class ToolSession:
         except _CallError as error:
             failed = self._failed(call, error.failure, str(error), time.monotonic() - start, start - begin)
             return replace(failed, began=made_at)
-        text, is_truncated = self.runner.shortened(response.text or "")
-        return ToolCallResult(
+        result = ToolCallResult(
             name=call.name,
             arguments=call.arguments,
-            response=response.model_copy(update={"text": text, "image": None, "video": None}),
-            reward=reward,
-            metrics=metrics,
+            response=response,
             seconds=time.monotonic() - start,
             waited_s=start - begin,
             began=made_at,
-            is_truncated=is_truncated,
-            shown=shown,
         )
+        return self._with_answer(result, response, reward, metrics, shown)
 
     async def rewards(self) -> dict[str, float | None]:
         """``calc_reward`` of each tool that the trajectory has used.
@@ -452,7 +494,7 @@ class ToolSession:
         )
 
     def _row_arguments(self, tool: str, key: str) -> JsonObject:
-        return dict((self._kwargs.get(tool) or {}).get(key) or {})
+        return dict((self.tools_kwargs.get(tool) or {}).get(key) or {})
 
 
 def _most_concurrent(tool: BaseTool) -> int | None:

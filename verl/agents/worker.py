@@ -461,7 +461,10 @@ class AgentLoopWorker:
             with user_code(f"agent loop '{trajectory.agent_name}'"):
                 loop = await self._loop(trajectory, policy)
                 sampling = {name: getattr(trajectory.sampling, name) for name in SAMPLING_PARAMS}
-                returned = await loop.run(sampling, **trajectory.row)
+                try:
+                    returned = await loop.run(sampling, **trajectory.row)
+                finally:
+                    await loop.end_trajectory()
             outputs = self._checked(returned, policy.turns, trajectory)
             return TrajectoryResult(outputs, "", oldest_version(policy.turns))
         except ContextFullError as error:

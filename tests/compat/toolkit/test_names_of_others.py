@@ -16,10 +16,11 @@ from torch import nn
 
 from verl import DataProto
 from verl.agents.parsers import ToolParser
+from verl.agents.tool_state import AgentData, AgentState
 from verl.algorithms import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, agg_loss, kl_penalty, register_adv_est
 from verl.base.registry import scoped_registrations
 from verl.compat.toolkit import models
-from verl.compat.toolkit.agents import AgentData, AgentState, get_trajectory_info
+from verl.compat.toolkit.agents import get_trajectory_info
 from verl.compat.toolkit.chat import extract_system_prompt_and_generation, get_processor_token_id, set_pad_token_id
 from verl.compat.toolkit.checkpoints import BaseCheckpointManager
 from verl.compat.toolkit.config import is_distillation_enabled, update_dict_with_config

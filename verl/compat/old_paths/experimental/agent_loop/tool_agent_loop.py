@@ -1,5 +1,5 @@
 """Public path of the agent loop of tools."""
 
 from verl.agents.tool_agent import ToolAgentLoop as ToolAgentLoop
-from verl.compat.toolkit.agents import AgentData as AgentData
-from verl.compat.toolkit.agents import AgentState as AgentState
+from verl.agents.tool_state import AgentData as AgentData
+from verl.agents.tool_state import AgentState as AgentState
