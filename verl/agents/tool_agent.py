@@ -429,8 +429,8 @@ class ToolAgentLoop(AgentLoopBase):
                         more = {"seconds": policy_turn.seconds, "began": policy_turn.began}
                     case "tool" if result := next(results, None):
                         more = _call_columns(result)
-                    case "user" if asked := next(times, None):
-                        more = {"seconds": asked[1], "began": asked[0]}
+                    case "user" if time_and_duration := next(times, None):
+                        more = dict(zip(("began", "seconds"), time_and_duration, strict=True))
                     case _:
                         pass
             messages.append({**message, **more})

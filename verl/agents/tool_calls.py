@@ -295,7 +295,7 @@ class ToolSession:
             call: the call.
             **kwargs: for ``execute`` of the tool, such as ``agent_data``.
         """
-        result = self._results[id(call)] = await self._made(call, kwargs)
+        result = self._results[id(call)] = await self._answered(call, kwargs)
         return result
 
     async def result(self, call: FunctionCall, answer: object) -> ToolCallResult:
@@ -305,10 +305,10 @@ class ToolSession:
             call: the call.
             answer: response, reward and metrics.
         """
-        made = self._results.pop(id(call), None)
-        if made is not None and answer == (made.response, made.reward, made.metrics):
-            return made
-        result = made or ToolCallResult(name=call.name, arguments=call.arguments, response=ToolResponse())
+        recorded = self._results.pop(id(call), None)
+        if recorded is not None and answer == (recorded.response, recorded.reward, recorded.metrics):
+            return recorded
+        result = recorded or ToolCallResult(name=call.name, arguments=call.arguments, response=ToolResponse())
         try:
             response, reward, metrics = _checked(call.name, answer)
             shown = await self._read_media(call.name, response) or result.shown
@@ -330,7 +330,7 @@ class ToolSession:
             result, response=response, reward=reward, metrics=metrics, is_truncated=is_truncated, shown=shown
         )
 
-    async def _made(self, call: FunctionCall, kwargs: JsonObject) -> ToolCallResult:
+    async def _answered(self, call: FunctionCall, kwargs: JsonObject) -> ToolCallResult:
         made_at, begin = time.time(), time.monotonic()
         start = begin
         try:
