@@ -110,8 +110,8 @@ class Metric:
 def reduce_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
     """Reduce each metric to its mean; to its maximum or minimum if a word of its name is ``max`` or ``min``.
 
-    A :class:`Metric`, or a list of those of several ranks, is reduced in its own way. A metric without values is left
-    out.
+    A :class:`Metric`, or a list of those of several micro-batches, is reduced in its own way. A metric without values
+    is left out.
 
     {"actor/loss": [1.0, 3.0], "critic/score/max": [1.0, 3.0]}  →  2.0 and 3.0
 
@@ -120,11 +120,11 @@ def reduce_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
     """
     reduced: dict[str, float] = {}
     for name, values in metrics.items():
+        if isinstance(values, list) and values and all(isinstance(value, Metric) for value in values):
+            values = Metric.chain(values)
         if isinstance(values, Metric):
             if values.values:
                 reduced[name] = values.aggregate()
-        elif isinstance(values, list) and values and all(isinstance(value, Metric) for value in values):
-            reduced[name] = Metric.aggregate_dp(values)
         elif (numbers := _numbers(name, values)).size:
             reduced[name] = float(_reducer(name)(numbers))
     return reduced

@@ -200,8 +200,8 @@ def test_reduce_metrics_by_hand():
             "perf/minmax_diff": [1, 3],
             "perf/max_memory_allocated_gb": [1, 3],
             "actor/lowest": Metric(AggregationType.MIN, [3.0, 1.0]),
-            "actor/ranks_sum": [Metric("sum", [1.0, 2.0]), Metric("sum", [3.0, 6.0])],
-            "actor/ranks_lowest": [Metric("min", [4.0, 2.0]), Metric("min", 3.0)],
+            "actor/parts_sum": [Metric("sum", [1.0, 2.0]), Metric("sum", [3.0, 6.0])],
+            "actor/parts_lowest": [Metric("min", [4.0, 2.0]), Metric("min", 3.0)],
             "actor/max_sum": Metric.chain([Metric("sum", [1.0]), Metric("sum", torch.tensor(2.0))]),
         }
     )
@@ -214,9 +214,12 @@ def test_reduce_metrics_by_hand():
         "perf/max_memory_allocated_gb": 3.0,
         "actor/lowest": 1.0,
         "actor/max_sum": 3.0,
-        "actor/ranks_sum": 6.0,  # (1 + 3) / 2 + (2 + 6) / 2
-        "actor/ranks_lowest": 2.0,
+        "actor/parts_sum": 12.0,
+        "actor/parts_lowest": 2.0,
     }
+    ranks = [Metric("sum", [1.0, 2.0]), Metric("sum", [3.0, 6.0])]
+    assert Metric.aggregate_dp(ranks) == 6.0  # (1 + 3) / 2 + (2 + 6) / 2
+    assert Metric.aggregate_dp([Metric("max", [1.0, 5.0]), Metric("max", 3.0)]) == 5.0
     with pytest.raises(ConfigError, match=r"a mean over ranks takes equally many values of each, got \[1, 2\]"):
         Metric.aggregate_dp([Metric("mean", 1.0), Metric("mean", [1.0, 2.0])])
     assert math.isnan(Metric("max").aggregate())
