@@ -29,6 +29,8 @@ INTRO = (
 UNUSUAL = {
     "cut weight file",
     "weights with NaN",
+    "folder without tokenizer",
+    "tokenizer without chat template",
     "tokenizer of another model",
     "tokenizer without pad token and end token",
     "unwritable folder",
