@@ -175,6 +175,13 @@ def test_a_copy_that_another_account_prepared_is_not_read(tmp_path, caplog):
     if os.getuid() == 0:
         os.chown(record, 1, -1)
         assert fs.source_of(str(copy)) == str(copy)
+    kept = copy.rename(tmp_path / "kept")
+    copy.symlink_to(kept)
+    assert fs.in_shared_memory(str(model), shared=shared) == str(model)
+    for in_the_way in (lambda path: path.write_text(""), lambda path: path.symlink_to("/nowhere/verl"), os.mkfifo):
+        shutil.rmtree(copy.parent.parent) if copy.parent.parent.is_dir() else copy.parent.parent.unlink()
+        in_the_way(copy.parent.parent)
+        assert fs.in_shared_memory(str(model), shared=shared) == str(model)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")

@@ -51,7 +51,11 @@ def is_private(path: Path, may_be_written: bool = False) -> bool:
         path: what is checked, without the folders above it.
         may_be_written: only check the owner and that it is no link.
     """
-    status = path.lstat()
+    return is_private_status(path.lstat(), may_be_written)
+
+
+def is_private_status(status: os.stat_result, may_be_written: bool = False) -> bool:
+    """See :func:`is_private`; of the status of a file that is open already, so that it cannot be exchanged."""
     is_closed = may_be_written or not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return status.st_uid in (os.getuid(), 0) and not stat.S_ISLNK(status.st_mode) and is_closed
 
@@ -128,10 +132,16 @@ def in_shared_memory(path: str, filelock: str = ".file.lock", shared: Path = Pat
     if not target.exists() and needed > free:
         logger.warning("%s has %d bytes and %s %d free: it is read where it is.", path, needed, shared, free)
         return path
-    for level in (user_folder, folder):
-        level.mkdir(exist_ok=True, mode=0o700)
-        if not is_private(level):  # everybody may make folders in shared memory
-            logger.warning("others may write %s: %s is read where it is. Remove that folder.", level, path)
+    for level in (user_folder, folder, target):
+        try:
+            if level != target:
+                level.mkdir(exist_ok=True, mode=0o700)
+            # Everybody may make folders in shared memory. The modes of the copy's files are those of their source.
+            is_own = not os.path.lexists(level) or is_private(level, may_be_written=level == target)
+        except FileExistsError:  # no folder, or a link that leads nowhere
+            is_own = False
+        if not is_own:
+            logger.warning("others may write %s: %s is read where it is. Remove it.", level, path)
             return path
     with _locked(folder / filelock):
         if not target.exists():

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.base.fs import is_private
+from verl.base.fs import is_private, is_private_status
 
 logger = logging.getLogger(__name__)
 
+MAX_ADDRESS_LENGTH = 300  # characters; a host name has at most 253
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
     [0, 0, 0, 4, 0, 0, 0, 0, 0]
 )  # RFC 9113, 3.4; empty SETTINGS
@@ -40,11 +41,16 @@ def left_behind(ray_init: Mapping[str, Any]) -> str:
     file = Path(folder, "ray_current_cluster")
     if not file.is_file():
         return ""
-    # Ray opens its folder for everybody, so the owner of the file counts, too.
-    if not is_private(file) or not is_private(file.parent, may_be_written=True):
-        logger.warning("%s is another account's and is ignored. To join that cluster, set RAY_ADDRESS.", file)
-        return ""
-    return file.read_text().strip()
+    # Ray opens its folder for everybody, so the owner of the file counts, too, and others may exchange the file at any
+    # time: the one that was checked is read.
+    try:
+        with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), errors="replace") as opened:
+            if is_private_status(os.fstat(opened.fileno())) and is_private(file.parent, may_be_written=True):
+                return opened.read(MAX_ADDRESS_LENGTH).strip()
+    except OSError:  # a link
+        pass
+    logger.warning("%s is another account's and is ignored. To join that cluster, set RAY_ADDRESS.", file)
+    return ""
 
 
 def answers(address: str, timeout_s: float) -> bool:

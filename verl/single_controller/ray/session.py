@@ -213,7 +213,8 @@ def init_arguments(configured: Mapping[str, Any]) -> dict[str, Any]:
     if address and not answers(address, CONNECT_TIMEOUT_S):
         logger.warning("a Ray at %s left its address behind and is gone; a new one is started", address)
         return {**arguments, "address": "local"}
-    return arguments
+    # Ray itself would read the file again, which others may have exchanged.
+    return {**arguments, "address": address} if address else arguments
 
 
 # ---- authentication and secrets ---------------------------------------------------------------------------
