@@ -20,7 +20,7 @@ NOTES = """
 
 
 def test_the_examples_of_the_page(tmp_path: Path):
-    functions, own = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    functions, own, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     [listed] = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "functions.py").write_text(functions)
     (tmp_path / "own.py").write_text(own)
