@@ -26,12 +26,14 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
     parser.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=list(PEERS))
     parser.add_argument("--seeds", type=positive, help="of each task; default: 3, and 1 for smollm2")
-    parser.add_argument("--steps", type=positive, help="batches of each run, to try the commands")
+    parser.add_argument("--steps", type=positive, help="batches of each run, at least 2, to try the commands")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/scoreboard"))
     parser.add_argument("--environments", type=Path, default=Path("outputs/environments"), help="of the frameworks")
     parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M-Instruct; default: of its wheel")
     parser.add_argument("--write", action="store_true", help="write docs/scoreboard.md and its picture")
     args = parser.parse_args()
+    if args.steps == 1:
+        parser.error("--steps 1: the time of a batch is that between the ends of two; at least 2 are needed")
     output = fresh_folder(args.output_dir)
     pythons = {name: PEERS[name].python(args.environments.resolve()) for name in args.peers}
     material = Material(output, args.smollm2 and args.smollm2.expanduser().resolve())

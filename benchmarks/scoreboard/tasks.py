@@ -147,7 +147,7 @@ TASKS = {
             rows=countdown_conversations,
             validation=lambda material: countdown_prompts(material, "test"),
             seeds=3,
-            settings=COUNTDOWN | {"method": "sft", "steps": 150, "batch_size": 128, "learning_rate": 1e-3},
+            settings=COUNTDOWN | {"method": "sft", "steps": 100, "batch_size": 128, "learning_rate": 1e-3},
         ),
         Task(
             name="dpo",
@@ -156,7 +156,7 @@ TASKS = {
             rows=countdown_pairs,
             validation=lambda material: countdown_prompts(material, "test"),
             seeds=3,
-            settings=COUNTDOWN | {"method": "dpo", "steps": 60, "batch_size": 64, "learning_rate": 5e-5},
+            settings=COUNTDOWN | {"method": "dpo", "steps": 30, "batch_size": 64, "learning_rate": 5e-5},
         ),
         Task(
             name="grpo",
@@ -165,11 +165,11 @@ TASKS = {
             rows=lambda material: countdown_prompts(material, "train"),
             validation=lambda material: countdown_prompts(material, "test"),
             seeds=3,
-            target=0.3,
+            target=0.2,
             settings=COUNTDOWN
             | {
                 "method": "grpo",
-                "steps": 30,
+                "steps": 24,
                 "batch_size": 128,
                 "responses": 8,
                 "updates": 4,
@@ -185,7 +185,7 @@ TASKS = {
             seeds=1,
             settings={
                 "method": "grpo",
-                "steps": 3,
+                "steps": 2,
                 "batch_size": 8,
                 "responses": 8,
                 "learning_rate": 1e-5,

@@ -87,16 +87,16 @@ def outcome(run: Run, scores: list[float], start: float, interval: float) -> Out
 
 def test_the_table_has_means_and_ranges(tmp_path):
     run = make_run(tmp_path, "grpo")
-    # three batches reach 0.3 on average at the fourth, (0.2 + 0.3 + 0.4) / 3: 4 + 4·2 s, and 6 + 4·2 s
+    # three batches reach 0.2 on average at the third, (0.1 + 0.2 + 0.3) / 3: 4 + 3·2 s, and 6 + 3·2 s
     first, second = (outcome(run, [0.1, 0.2, 0.3, 0.4], start, 2.0) for start in (4.0, 6.0))
-    assert (first.step_seconds, first.startup_seconds, first.seconds_to(0.3)) == (2.0, 4.0, 12.0)
+    assert (first.step_seconds, first.startup_seconds, first.seconds_to(0.2)) == (2.0, 4.0, 10.0)
     assert first.seconds_to(0.31) is None
     result = Result(TASKS["grpo"], {"verl": [first, second]}, [agreement.Agreement("loss", 1e-6)])
     assert table(result).splitlines() == [
-        "| | seconds | seconds to a score of 0.3 | start-up, s | a batch, s | processor seconds | peak memory, MiB "
+        "| | seconds | seconds to a score of 0.2 | start-up, s | a batch, s | processor seconds | peak memory, MiB "
         "| held-out accuracy, % |",
         "|---|---|---|---|---|---|---|---|",
-        "| verl | 20 (20–20) | 13 (12–14) | 5.0 (4.0–6.0) | 2.00 (2.00–2.00) | 30 (30–30) | 1024 (1024–1024) "
+        "| verl | 20 (20–20) | 11 (10–12) | 5.0 (4.0–6.0) | 2.00 (2.00–2.00) | 30 (30–30) | 1024 (1024–1024) "
         "| 50.0 (50.0–50.0) |",
         "",
         "- loss: 1e-06",
