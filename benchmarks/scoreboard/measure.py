@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.shape import ROOT
-from examples.quickstart.quickstart import QUIET_WAITING
+from examples.quickstart.quickstart import QUIET_WAITING, ended_at_exit
 
 SAMPLING_INTERVAL = 0.2
 
@@ -55,15 +55,11 @@ def measure(command: Sequence[str], metrics: Path, log: Path) -> Measurement:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | QUIET_WAITING | offline
         )
-        try:
+        with ended_at_exit(process):
             watched = psutil.Process(process.pid)
             while process.poll() is None:
                 peak = max(peak, resident_bytes(watched))
                 time.sleep(SAMPLING_INTERVAL)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
     seconds = time.monotonic() - start
     if process.returncode:
         tail = "\n".join(log.read_text().splitlines()[-30:])

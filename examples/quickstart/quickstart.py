@@ -14,10 +14,12 @@ import importlib.util
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -73,6 +75,19 @@ def read_metrics(path: Path) -> Iterator[tuple[int, dict]]:
     return ((record["step"], record["data"]) for record in read_lines(path) if "data" in record)
 
 
+@contextmanager
+def ended_at_exit(process: subprocess.Popen) -> Iterator[None]:
+    """End a process if the block is left before it ends: by an error, by Ctrl-C, or by SIGTERM, which then exits."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+        signal.signal(signal.SIGTERM, previous)
+
+
 def run_stage(title: str, arguments: list[str], log: Path, metrics: Path | None = None) -> float:
     """Run one command, with a line every few steps; returns the seconds that it took."""
     print(f"\n== {title}\n$ {shlex.join(arguments)}", flush=True)
@@ -81,16 +96,12 @@ def run_stage(title: str, arguments: list[str], log: Path, metrics: Path | None 
     started = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT, env=env)
-        try:
+        with ended_at_exit(process):
             shown = 0
             while process.poll() is None:
                 time.sleep(0.2)
                 shown = show_new_steps(metrics, shown)
             show_new_steps(metrics, shown)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
     seconds = time.monotonic() - started
     if process.returncode:
         tail = "\n".join(log.read_text().splitlines()[-30:])

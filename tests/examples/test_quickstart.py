@@ -1,6 +1,11 @@
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 
 from examples.quickstart.quickstart import Outcome
@@ -65,3 +70,24 @@ def test_standard_error_by_hand():
     # mean is 6 - 4²/10 = 4.4, and the error of the mean sqrt(4.4) / 10.
     outcome = Outcome("grpo", 1, prompts=10, before=0.2, after=0.6, gained=5, lost=1, seconds=1.0)
     assert outcome.standard_error == pytest.approx(4.4**0.5 / 10)
+
+
+STAGE = """
+import sys
+from pathlib import Path
+from examples.quickstart.quickstart import run_stage
+
+child = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+run_stage("waits", [sys.executable, "-c", child], Path(sys.argv[1]))
+"""
+
+
+def test_sigterm_ends_the_stage_too(tmp_path):
+    log = tmp_path / "log.txt"
+    quickstart = subprocess.Popen([sys.executable, "-c", STAGE, str(log)], stdout=subprocess.DEVNULL)
+    while not (log.exists() and log.read_text().endswith("\n")):
+        assert quickstart.poll() is None
+        time.sleep(0.05)
+    quickstart.send_signal(signal.SIGTERM)
+    assert quickstart.wait(timeout=60) == 143
+    assert not psutil.pid_exists(int(log.read_text()))
