@@ -510,7 +510,7 @@ def test_a_data_set_of_a_users_own_reads_a_folder(tmp_path):
     assert [dataset[item]["own"] for item in range(2)] == [{"a": 3, "list": [1]}, {"b": 3, "list": [1]}]
     assert [dataset[item]["enable_thinking"] for item in range(2)] == [True, None]
     with pytest.raises(DataError, match=r"Nothing._read_files_and_tokenize .* must set self.dataframe"):
-        opened("Nothing")
+        len(opened("Nothing"))
     with pytest.raises(DataError, match="is a folder"):
         RLHFDataset(str(tmp_path / "tasks"), TOKENIZER, CONFIG)
 

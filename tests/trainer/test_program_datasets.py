@@ -106,6 +106,28 @@ def test_a_data_set_that_makes_its_items(tmp_path: Path) -> None:
         RLHFDataset(str(tmp_path / "rows.jsonl"), TOKENIZER, {})
 
 
+class InMemory(RLHFDataset):
+    """Rows that are assigned after verl's ``__init__``, which gets neither files nor a tokenizer."""
+
+    def __init__(self, rows: object) -> None:
+        super().__init__([], None, OmegaConf.create({}))
+        self.dataframe = rows
+
+    def __getitem__(self, item: int) -> Any:
+        return self.dataframe[item]
+
+    def _read_files_and_tokenize(self) -> None:
+        pass
+
+
+def test_rows_in_memory_need_no_tokenizer() -> None:
+    rows = [{"question": "1 + 1"}, {"question": "2 + 2"}]
+    dataset = InMemory(rows)
+    assert [dataset[item] for item in range(len(dataset))] == rows
+    with pytest.raises(DataError, match=r"InMemory\._read_files_and_tokenize .* must set self\.dataframe"):
+        len(InMemory(None))
+
+
 def test_an_init_that_does_not_call_verls(tmp_path: Path) -> None:
     config = load_config(composed(tmp_path, "Copied", "data.max_prompt_length=6"), with_rules=False)
     dataset = rl_datasets(config, TOKENIZER)[0]

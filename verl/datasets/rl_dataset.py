@@ -109,7 +109,7 @@ class RLHFDataset(Dataset):
 
     Args:
         data_files: one path or several; globs, ``~`` and ``$VARIABLES`` are expanded.
-        tokenizer: has a chat template and a pad token.
+        tokenizer: has a chat template and a pad token; None for a subclass that makes its rows and items by itself.
         config: the ``data`` section, typed or as composed, or a mapping with any part of it.
         processor: the model's, if it takes images; without one rows with images are refused.
         max_samples: number of prompts to keep, -1 for all: a random choice by ``data.seed`` if ``data.shuffle``, else
@@ -128,7 +128,10 @@ class RLHFDataset(Dataset):
         processor: ProcessorMixin | None = None,
         max_samples: int = -1,
     ) -> None:
-        require_usable(tokenizer)
+        # A subclass whose rows are in memory may have no tokenizer.
+        has_no_texts = tokenizer is None and self._replaces("_read_files_and_tokenize")
+        if not has_no_texts:
+            require_usable(tokenizer)
         self.tokenizer, self.processor, self.max_samples = tokenizer, processor, max_samples
         self.config: Any = config if isinstance(config, BaseConfig | DictConfig) else OmegaConf.create({**config})
         self.data_files = [data_files] if isinstance(data_files, str) else list(data_files)
@@ -136,7 +139,9 @@ class RLHFDataset(Dataset):
         self.use_settings(DataConfig.from_mapping(config))
         self._download()
         self._read_files_and_tokenize()
-        self._open()
+        self._is_open = True
+        if self._opens_files or self._assigned is not None:  # else the subclass assigns its rows later
+            self._open()
 
     def use_settings(self, settings: DataConfig) -> None:
         """Read rows by other settings from now on, and set the attributes that subclasses read."""
@@ -227,7 +232,6 @@ class RLHFDataset(Dataset):
             self._open()
 
     def _open(self) -> None:
-        self._is_open = True
         order = [row_index for _, row_index in self.rows]
         if self._assigned is not None:
             self._assigned = in_order(self._assigned, order)
