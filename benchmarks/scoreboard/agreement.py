@@ -62,7 +62,7 @@ def compare_first_pass(name: str, run: Run, path: Path) -> list[Agreement]:
     difference = ((log_probs - first["log_probs"]) * mask).abs().max().item()
     actor = ActorConfig(clip_ratio_low=CLIP_LOW, clip_ratio_high=CLIP_HIGH, clip_ratio_c=CLIP_NEGATIVE)
     batch = DataProto.from_dict(tensors=columns | {"old_log_probs": log_probs})
-    totals = BatchTotals(dp_size=1, batch_num_tokens=int(mask.sum()), global_batch_size=len(mask))
+    totals = BatchTotals(dp_size=1, batch_num_tokens=first["tokens"], global_batch_size=len(mask))
     loss, _ = PolicyLoss(actor)({"log_probs": log_probs}, batch, totals)
     return [
         Agreement(f"{name}'s first pass, log-probs of its sampled tokens, largest difference", difference),

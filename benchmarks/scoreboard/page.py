@@ -73,9 +73,8 @@ def write_page(results: Sequence[Result], command: str, packages: str) -> None:
         *(f"## {result.task.title}\n\n{describe(result)}\n\n{table(result)}\n" for result in results),
         NOTES,
     ]
-    if ABSENT:
-        rows = [f"| {name} | {reason} |" for name, reason in ABSENT.items()]
-        parts.append("\n".join(["## Frameworks that are not in it", "", "| | why |", "|---|---|", *rows, ""]))
+    rows = [f"| {name} | {reason} |" for name, reason in ABSENT.items()]
+    parts.append("\n".join(["## Frameworks that are not in it", "", "| | why |", "|---|---|", *rows, ""]))
     PAGE.write_text("\n".join(parts))
 
 

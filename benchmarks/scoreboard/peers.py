@@ -79,5 +79,11 @@ print(", ".join(f"{n} {m.version(n)}" for n in names))
     return "; ".join(f"{name}: {packages}" for name, packages in found.items())
 
 
-ABSENT: dict[str, str] = {}
-"""Frameworks that do not run here, and why."""
+ABSENT = {
+    "verl's own wheel (0.9.1)": "not tried: it is made for GPUs",
+    "OpenRLHF (0.11.2)": "requires flash-attn, which is built with CUDA; not tried without",
+    "Unsloth (2026.10.9)": "refuses a machine without accelerator by default; not tried otherwise",
+    "ms-swift": "its installation did not end in 400 s; not tried again",
+    "prime-rl": "not on PyPI",
+}
+"""Frameworks that are not measured, and why."""

@@ -64,9 +64,16 @@ class RecordingTrainer(GRPOTrainer):
         if self.first_pass is None:
             names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
             self.first_pass = {name: inputs[name] for name in names}
-            self.first_pass |= {"log_probs": self.log_probs, "loss": loss.item()}
+            self.first_pass |= {"log_probs": self.log_probs, "loss": loss.item(), "tokens": self.update_tokens(inputs)}
             torch.save(self.first_pass, self.path)
         return loss
+
+    def update_tokens(self, inputs: Any) -> int:
+        """Count the tokens by which the loss of a pass is divided: those of its update."""
+        if self.current_gradient_accumulation_steps == 1:
+            return int(inputs["completion_mask"].sum())
+        share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        return round(inputs["num_items_in_batch"].item() * share)
 
 
 def common_settings(run: Run) -> dict[str, Any]:
