@@ -128,9 +128,7 @@ class RLHFDataset(Dataset):
         processor: ProcessorMixin | None = None,
         max_samples: int = -1,
     ) -> None:
-        # A subclass whose rows are in memory may have no tokenizer.
-        has_no_texts = tokenizer is None and self._replaces("_read_files_and_tokenize")
-        if not has_no_texts:
+        if not self._replaces("_read_files_and_tokenize") or tokenizer is not None:  # rows in memory need none
             require_usable(tokenizer)
         self.tokenizer, self.processor, self.max_samples = tokenizer, processor, max_samples
         self.config: Any = config if isinstance(config, BaseConfig | DictConfig) else OmegaConf.create({**config})
@@ -214,6 +212,7 @@ class RLHFDataset(Dataset):
         self._refuse_unusable_columns()
         return self._usable(rows)
 
+    tokenizer: Any
     _assigned: Any = None
     """Rows of a subclass."""
     _opens_files = _is_open = False
