@@ -13,6 +13,7 @@ import torch.distributed as dist
 from verl.errors import ProcessLostError
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
+from verl.supervision.stacks import show_life
 
 
 class Mortal(Worker):
@@ -61,6 +62,13 @@ class Mortal(Worker):
 
     def _sleep(self):
         time.sleep(3600)
+
+    def _work(self):
+        """Longer than the limit, with a token now and then."""
+        for _ in range(12):
+            time.sleep(0.5)
+            show_life()
+        return self._sum()
 
     def _raise(self):
         raise ValueError("a row without a prompt")

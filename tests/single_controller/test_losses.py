@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -18,6 +19,8 @@ from tests.single_controller.workers import Echo, batch_of
 from tests.support.waiting import eventually, is_alive
 from verl.errors import ProcessLostError, WorkerError
 from verl.single_controller.base.dispatch import PendingOutputs
+from verl.supervision import stacks
+from verl.supervision.stacks import silence_s
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +193,22 @@ def test_a_hang_names_who_keeps_the_others_waiting(places, rank, what, why):
     eventually(lambda: not any(map(is_alive, pids)), "the end of all ranks")
 
 
+@pytest.mark.slow
+def test_a_rank_that_shows_life_may_work_longer_than_the_limit(places):
+    with group_of(places) as group:
+        group.guard(hang_timeout_s=3)
+        assert group.execute_all_sync("all_reduce", 1, "work") == [2.0, 2.0]
+
+
+def test_the_youngest_sign_of_the_processes_counts(tmp_path):
+    for pid, age_s in ((1, 100), (2, 10)):
+        file = tmp_path / f"{pid}.life"
+        file.touch()
+        os.utime(file, (time.time() - age_s,) * 2)
+    assert silence_s(tmp_path, [1, 2, 3]) == pytest.approx(10, abs=5)
+    assert silence_s(tmp_path, [3]) == math.inf
+
+
 def test_the_time_limit_of_a_call_begins_when_those_before_it_are_answered(monkeypatch):
     from verl.single_controller.ray import failures
 
@@ -235,7 +254,16 @@ def test_a_call_that_hangs_in_this_process_is_interrupted(alone, what, capfd):
     assert signal.getsignal(signal.SIGUSR2) is before
 
 
-def test_a_call_that_gives_signs_of_life_may_take_its_time(alone, capfd):
+def draw(monkeypatch):
+    monkeypatch.setattr(stacks, "_LIFE_EVERY_S", 0.0)
+    for _ in range(10):
+        time.sleep(0.1)
+        stacks.show_life()
+
+
+def test_a_call_that_gives_signs_of_life_may_take_its_time(alone, capfd, monkeypatch):
+    alone.guard(hang_timeout_s=0.7)
+    alone.execute_func_rank_zero(draw, monkeypatch)
     alone.guard(hang_timeout_s=0.2)
     with alone.limit_silence(lambda: 0.0):
         alone.execute_func_rank_zero(time.sleep, 0.7)

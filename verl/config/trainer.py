@@ -45,8 +45,8 @@ class RecoveryConfig(BaseConfig):
     """Steps between snapshots in memory from which restarts continue (on Ray); null uses at most 2 % of the time for
     them, if two fit into Ray's object store; 0 uses the newest checkpoint on disk."""
     hang_timeout_s: float | None = setting(1800.0, gt=0)
-    """Time limit of one call of a worker, in seconds, after which it counts as hung; unless set, more for a large
-    model; null is no limit."""
+    """Seconds without an answer or a sign of work (tokens, passes) after which a call of the workers counts as hung;
+    unless set, more for a large model; null is no limit."""
     replacement_timeout_s: float = setting(60.0, ge=0)
     """How long a restart waits for a machine in place of one that died, in seconds (on Ray); a cloud needs 5 to 15
     minutes to start one."""

@@ -8,6 +8,7 @@ lock. A process that writes nothing is therefore stopped or hangs in a system ca
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import re
 import signal
@@ -26,6 +27,8 @@ SIGNAL = signal.SIGUSR2
 # A frame as faulthandler writes it.
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
 _files: list[TextIO] = []  # kept open for faulthandler until the process ends
+_LIFE_EVERY_S = 1.0
+_last_life = [-math.inf]
 
 
 def write_stacks_on_signal(folder: str | os.PathLike[str]) -> None:
@@ -35,6 +38,33 @@ def write_stacks_on_signal(folder: str | os.PathLike[str]) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     _files.append(_file_of(folder, os.getpid()).open("w"))
     faulthandler.register(SIGNAL, file=_files[0], all_threads=True)
+
+
+def show_life() -> None:
+    """Show that the call under way makes progress, such as a token or a pass: it is limited in how long it is silent.
+
+    The time of a file tells it to other processes (:func:`silence_s`).
+    """
+    now = time.monotonic()
+    if now - _last_life[0] > _LIFE_EVERY_S:
+        _last_life[0] = now
+        if _files:
+            _life_file(Path(_files[0].name)).touch()
+
+
+def own_silence_s() -> float:
+    """Return the seconds since this process last showed life; infinite if it never did."""
+    return time.monotonic() - _last_life[0]
+
+
+def silence_s(folder: str | os.PathLike[str], pids: Sequence[int]) -> float:
+    """Return the seconds since one of these processes of this machine last showed life; infinite if none did."""
+    files = (_life_file(_file_of(folder, pid)) for pid in pids)
+    return time.time() - max((file.stat().st_mtime for file in files if file.exists()), default=-math.inf)
+
+
+def _life_file(stacks: Path) -> Path:
+    return stacks.with_suffix(".life")
 
 
 def _file_of(folder: str | os.PathLike[str], pid: int) -> Path:

@@ -20,8 +20,9 @@ import psutil
 import pytest
 
 from tests.support.waiting import eventually, is_alive
-from verl.errors import RolloutError
-from verl.workers.rollout.engine_process import LOOPBACK, EngineProcess, new_token
+from verl.errors import EngineLostError, RolloutError
+from verl.workers.rollout import engine_process
+from verl.workers.rollout.engine_process import LOOPBACK, EngineProcess, HangLimits, new_token
 
 ENGINE = r"""
 import json, os, signal, subprocess, sys, threading, time
@@ -51,6 +52,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(503 if MODE == "never ready" else 200)
         if self.headers["Authorization"] != TOKEN:
             return self.reply(401, {"error": "the token is missing"})
+        if self.path == "/metrics":
+            return self.reply(200, f"tokens {time.monotonic() if MODE == 'draws' else 0}")
         self.reply(200, {"working": working, "most": most, "streams": streams, "environment": dict(os.environ)})
 
     def do_POST(self):
@@ -125,6 +128,7 @@ ThreadingHTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
 
 OWNER = """
 import os, sys, time
+from verl.workers.rollout import engine_process
 from verl.workers.rollout.engine_process import EngineProcess
 
 python, script, how = sys.argv[1:]
@@ -435,3 +439,17 @@ def test_the_server_does_not_outlive_its_owner(how: str, script: Path, tmp_path:
     eventually(lambda: not any(Path(folder).exists() for folder in folders), "the end of its folders")
     eventually(lambda: is_refused(int(port)), "the end of its port")  # its child may end before the server itself
     assert asked.exists() == (how == "ends")
+
+
+@pytest.mark.parametrize("mode", ["draws", "fine"])
+def test_an_answer_may_take_long_while_the_server_draws_tokens(
+    start: Callable[..., EngineProcess], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr(engine_process, "_CHECK_S", 0.05)
+    limits = HangLimits(answer_s=0.5)
+    server = start(mode, hang_limits=limits, metrics=("/metrics", ('"tokens',)))
+    if mode == "draws":
+        assert server.post("/double", {"x": 1, "delay": 1}) == {"twice": 2}
+    else:
+        with pytest.raises(EngineLostError, match=r"gave no answer to any request for 0\.5 s"):
+            server.post("/double", {"x": 1, "delay": 1})

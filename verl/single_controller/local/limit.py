@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TextIO
 
 from verl.errors import ProcessLostError
+from verl.supervision.stacks import own_silence_s
 
 INTERRUPT = signal.SIGUSR2
 
@@ -24,8 +25,8 @@ _GRACE_S = 1.0
 class CallLimit:
     """Time limit for calls, shared by all groups over the same worker.
 
-    A call may take ``hang_timeout_s``. One that answers requests as they come may take any time, and may be silent for
-    so long (:meth:`limit_silence`).
+    A call may take any time, and be silent for ``hang_timeout_s``: since its begin, since it last showed life
+    (:func:`~verl.supervision.stacks.show_life`), or by a measure of its own (:meth:`limit_silence`).
 
     When the time is over, the stacks of all threads are written to stderr in any case. The call itself is interrupted
     only if it runs in the main thread and returns to the Python interpreter: loops and sleeps in Python are
@@ -54,15 +55,16 @@ class CallLimit:
         """Limit the duration of the block; ``stage`` names worker and method in the message.
 
         Raises:
-            ProcessLostError: the block took longer than ``hang_timeout_s``, or was silent for so long.
+            ProcessLostError: the block was silent for longer than ``hang_timeout_s``.
         """
         if self.hang_timeout_s is None:
             yield
             return
         began = time.monotonic()
+        silent_s = self._silent_s or (lambda: min(time.monotonic() - began, own_silence_s()))
         faulthandler.dump_traceback_later(self.hang_timeout_s + _GRACE_S, file=_stderr())
         try:
-            with _interrupted(self.hang_timeout_s, self._silent_s or (lambda: time.monotonic() - began), stage):
+            with _interrupted(self.hang_timeout_s, silent_s, stage):
                 yield
         finally:
             faulthandler.cancel_dump_traceback_later()

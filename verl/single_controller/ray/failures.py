@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
 import threading
 import time
@@ -38,7 +39,7 @@ from ray.exceptions import (
 from verl.errors import ProcessLostError, WorkerError
 from verl.single_controller.ray.private import brief, logs_folder
 from verl.single_controller.ray.processes import RankProcess, finished_of, lost_ones, on_nodes, processes_of
-from verl.supervision.stacks import Snapshot, culprits, read_stacks
+from verl.supervision.stacks import Snapshot, culprits, read_stacks, silence_s
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +239,7 @@ def hang(outputs: Mapping[int, ObjectRef], call: GroupCall, timeout_s: float) ->
     else:
         lines = [f"{call.stage} hangs: {why}."]
     limit = f"trainer.recovery.hang_timeout_s={timeout_s:g} s (raise it if the work takes that long)"
-    lines += [f"No answer within {limit} from {len(waiting)} of {len(outputs)} ranks:"]
+    lines += [f"No answer, and no sign of work, within {limit} from {len(waiting)} of {len(outputs)} ranks:"]
     lines += _places(ranks, snapshots, waiting)
     idle = [rank for rank in snapshots if rank not in waiting]
     lines += ["The others have answered, or were not asked:", *_places(ranks, snapshots, idle)] if idle else []
@@ -270,13 +271,26 @@ def _unanswered(outputs: Mapping[int, ObjectRef]) -> list[int]:
 
 def _snapshots(ranks: Sequence[RankProcess]) -> dict[int, Snapshot]:
     """Read the stacks of each rank on its node, by rank."""
-    by_node: dict[str, list[int]] = {}
-    for process in ranks:
-        if process.pid and not process.is_dead:
-            by_node.setdefault(process.node_id, []).append(process.pid)
-    stacks = on_nodes(read_stacks, {node: (str(stacks_folder()), pids) for node, pids in by_node.items()})
+    stacks = on_nodes(read_stacks, _processes_by_node(ranks))
     unreachable = Snapshot("", "")  # the process is dead, or its node does not answer
     return {process.rank: stacks.get(process.node_id, {}).get(process.pid, unreachable) for process in ranks}
+
+
+def _processes_by_node(ranks: Sequence[RankProcess]) -> dict[str, tuple[str, list[int]]]:
+    """Return the folder of stacks and the ids of the living processes of each node."""
+    by_node: dict[str, tuple[str, list[int]]] = {}
+    for process in ranks:
+        if process.pid and not process.is_dead:
+            by_node.setdefault(process.node_id, (str(stacks_folder()), []))[1].append(process.pid)
+    return by_node
+
+
+def group_silence_s(workers: Sequence[ActorHandle]) -> float:
+    """Return the seconds since one of the ranks last made progress in a call; infinite if none ever did.
+
+    While one works, the others may have to wait for it, so they may be silent.
+    """
+    return min(on_nodes(silence_s, _processes_by_node(processes_of(workers))).values(), default=math.inf)
 
 
 def _places(ranks: Sequence[RankProcess], snapshots: Mapping[int, Snapshot], some: Sequence[int]) -> list[str]:

@@ -35,6 +35,7 @@ from verl.single_controller.ray.failures import (
     WaitingCalls,
     Watchdog,
     explain,
+    group_silence_s,
     hang,
     late_start,
     stacks_folder,
@@ -332,6 +333,8 @@ class RayWorkerGroup(WorkerGroup):
                 except GetTimeoutError:
                     assert limit_s is not None
                     left_s = self._waiting_calls.left_s(outputs.call_number, limit_s)
+                    if left_s <= 0:
+                        left_s = limit_s - group_silence_s(self._workers)
                     if left_s <= 0:
                         raise
 

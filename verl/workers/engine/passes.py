@@ -13,6 +13,7 @@ import torch.distributed as dist
 from verl.errors import ConfigError, PassTooLargeError, ResourceError, SchemaError, VerlError
 from verl.protocol import DataProto
 from verl.schema import COUNTED
+from verl.supervision.stacks import show_life
 from verl.utils.seqlen_balancing import micro_batches_by_tokens
 from verl.workers.engine.loss import num_valid_tokens
 from verl.workers.shared_prompts import Siblings
@@ -234,6 +235,7 @@ class PassSizes:
         """Iterate over ``parts``, recording which of them is being computed."""
         for part in parts:
             self._running = part
+            show_life()
             yield part
         self._running = None
 

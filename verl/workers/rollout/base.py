@@ -27,6 +27,7 @@ from verl.base.registry import Registry
 from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError
 from verl.protocol import DataProto
+from verl.supervision.stacks import show_life
 from verl.utils.model import check_tokenizer_fits, eos_token_ids, hf_config_of, unknown_ids
 from verl.vision.families import IMAGE_INPUTS, VisionConfig
 from verl.workers.adapted_weights import AdaptedWeights
@@ -231,6 +232,11 @@ class BaseRollout(ABC):
     def state(self) -> EngineState:
         """Return what the engine does now; called by the thread that generates."""
         return EngineState(weight_version=self.weight_version)
+
+    def report_pass(self) -> None:
+        """Show life after a forward pass, and report the state now and then."""
+        show_life()
+        self.report_state(if_due=True)
 
     def report_state(self, if_due: bool = False) -> None:
         """Call :attr:`on_state`, if it is set, with the current state.

@@ -318,6 +318,7 @@ class EngineClient(ABC):
             start_timeout_s=launch.start_timeout_s,
             hang_limits=launch.hang_limits,
             elsewhere=elsewhere,
+            metrics=(self.metrics_path, tuple(self.metrics.values())),
         )
         self.server.start()
 

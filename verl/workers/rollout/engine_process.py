@@ -42,6 +42,7 @@ from verl.base.redact import redacted
 from verl.errors import EngineLostError, RolloutError
 from verl.supervision import server_guard
 from verl.supervision.processes import MARK_VARIABLE, family_of, is_stopped, kill_group, kill_marked, new_mark
+from verl.supervision.stacks import show_life
 from verl.workers.rollout.http_client import HttpClient, error_text
 
 T = TypeVar("T")
@@ -144,6 +145,8 @@ class EngineProcess:
         hang_limits: limits after which the server counts as hung.
         max_connections: limit of concurrent requests of ``post_many`` and ``stream_many``; further ones are queued.
         elsewhere: the engine's processes on other machines, which the server needs.
+        metrics: path of the server's metrics, and the beginnings of the lines that change while it works. An engine
+            that answers many requests at once at their end makes progress without any answer.
     """
 
     def __init__(
@@ -159,6 +162,7 @@ class EngineProcess:
         hang_limits: HangLimits | None = None,
         max_connections: int = 512,
         elsewhere: ProcessesElsewhere | None = None,
+        metrics: tuple[str, tuple[str, ...]] | None = None,
     ) -> None:
         self.name = name
         self.token = token
@@ -176,6 +180,7 @@ class EngineProcess:
         self._hang_limits = hang_limits or HangLimits()
         self._max_connections = max_connections
         self._elsewhere = elsewhere
+        self._metrics = metrics
         self._guard: subprocess.Popen[bytes] | None = None
         self._http: HttpClient | None = None
         self._end: weakref.finalize[..., EngineProcess] | None = None
@@ -424,7 +429,7 @@ class EngineProcess:
 
     async def _unless_lost(self, http: HttpClient, work: Coroutine[object, object, T]) -> T:
         """Return the result of the work; raise _LostError if the server dies or hangs before it is done."""
-        task, timer = asyncio.ensure_future(work), HangTimer(self._hang_limits)
+        task, timer, progress = asyncio.ensure_future(work), HangTimer(self._hang_limits), None
         try:
             while True:
                 done, _ = await asyncio.wait({task}, timeout=_CHECK_S)
@@ -434,6 +439,12 @@ class EngineProcess:
                     raise _LostError("has ended")
                 if self._elsewhere is not None and (loss := self._elsewhere.loss()):
                     raise _LostError(f"lost a process on another machine. {loss.text}")
+                if time.monotonic() - http.heard_at > self._hang_limits.answer_s / 10:
+                    progress, before = await self._progress(http), progress
+                    if progress and before and progress != before:
+                        http.heard_at = time.monotonic()
+                if time.monotonic() - http.heard_at < 2 * _CHECK_S:
+                    show_life()
                 if hung := timer.check(await self._problem(http), http.heard_at):
                     raise _LostError(hung)
         finally:
@@ -451,6 +462,15 @@ class EngineProcess:
         except httpx2.TransportError as error:
             return f"does not answer {self._health_path} ({type(error).__name__})"
         return None if status == 200 else f"answers {self._health_path} with status {status}"
+
+    async def _progress(self, http: HttpClient) -> list[str]:
+        """Return what changes while the server works; nothing if it does not tell."""
+        if self._metrics is None:
+            return []
+        path, names = self._metrics
+        with contextlib.suppress(httpx2.HTTPError):  # a server that does not answer fails its health check, too
+            return [line for line in (await http.text(path)).splitlines() if line.startswith(names)]
+        return []
 
     def _still_serves(self) -> bool:
         self._wait_for_exit()  # a crashing server may refuse a request just before it ends
