@@ -73,7 +73,7 @@ class Played:
         """What the router holds of requests."""
         engines = self.router._engines
         of_engines = sum(len(e.waiting) + len(e.running) for e in engines)
-        return len(self.router._pending) + len(self.router._held) + of_engines
+        return len(self.router._pending) + len(self.router._held) + len(self.router._unbound) + of_engines
 
 
 def play(engines: int, room: int, script: Callable[[Played], Awaitable[None]]) -> None:
@@ -101,6 +101,39 @@ def test_a_conversation_stays_and_a_new_one_goes_to_the_engine_with_the_fewest()
         await asyncio.gather(*second)
 
     play(2, 8, script)
+
+
+def test_an_engine_that_is_done_takes_the_conversations_that_wait():
+    async def script(p: Played) -> None:
+        tasks = [await p.ask(f"{token // 2}", token) for token in range(12)]
+        assert [link.tokens for link in p.links] == [[0, 1], [2, 3]]
+        assert p.router.waiting == 8
+        for token in (0, 1, 4, 5, 6, 7, 8, 9, 10, 11):  # the second engine is slow
+            p.answer(0, token)
+            await asyncio.sleep(0)
+        assert [link.tokens for link in p.links] == [[0, 1, *range(4, 12)], [2, 3]]
+        p.answer(1, 2)
+        p.answer(1, 3)
+        await asyncio.gather(*tasks)
+
+    play(2, 2, script)
+
+
+def test_a_conversation_that_waits_is_withdrawn_and_outlives_the_loss_of_an_engine():
+    async def script(p: Played) -> None:
+        tasks = [await p.ask(f"{token}", token) for token in range(5)]
+        tasks[2].cancel()
+        await asyncio.sleep(0)
+        p.answer(0, 0, EngineLostError("killed"))
+        p.answer(1, 1)
+        await asyncio.sleep(0)
+        assert [link.tokens for link in p.links] == [[0], [1, 0]], "the oldest first"
+        for token in (0, 3, 4):
+            p.answer(1, token)
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    play(2, 1, script)
 
 
 def test_an_engine_has_its_room_and_cancelling_frees_a_place_at_once():
@@ -137,7 +170,7 @@ def test_what_a_lost_engine_had_runs_on_the_others_and_none_is_left_if_all_are_l
         p.answer(1, 1)
         p.answer(1, 3)
         await asyncio.gather(tasks[1], tasks[3])
-        assert p.links[1].tokens == [1, 3, 5, 2]  # 4 waits for room
+        assert p.links[1].tokens == [1, 3, 2, 4]  # 5 waits for room
         p.answer(1, 2, EngineLostError("gone, too"))
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(end) for end in ends[4:]] == [EngineLostError] * 2

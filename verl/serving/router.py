@@ -1,7 +1,8 @@
 """The router: which engine serves which request of the running conversations.
 
 A conversation stays with the engine that has its keys and values; a new one goes to the engine with the fewest
-requests. An engine is given at most ``room`` requests at once, and further ones wait here.
+requests, or waits for the first one that has room. An engine is given at most ``room`` requests at once, and further
+ones wait here.
 
 ::
 
@@ -17,6 +18,7 @@ requests. An engine is given at most ``room`` requests at once, and further ones
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import time
 from collections import OrderedDict, deque
@@ -77,7 +79,7 @@ class _PendingRequest:
     answer: asyncio.Future[RolloutOutput]
     on_part: Callable[[DrawnPart], object] | None
     engine: int | None = None
-    """None while it is held back."""
+    """None while it is held back, or waits for any engine."""
     partial: RolloutOutput | None = None
     """Tokens sampled before interruptions."""
     is_aborted: bool = False
@@ -135,6 +137,8 @@ class Router:
         self._pending: dict[int, _PendingRequest] = {}
         self._held: dict[int, None] = {}
         """Requests that are held back by :meth:`pause`, in their order."""
+        self._unbound: list[int] = []
+        """Heap of requests without an engine that has their conversation: the first one with room takes the oldest."""
         self._home: OrderedDict[str, int] = OrderedDict()
         self._is_paused, self._paused_at = False, 0.0
         self._idle = asyncio.Event()
@@ -160,7 +164,7 @@ class Router:
     @property
     def waiting(self) -> int:
         """Number of requests that no engine has."""
-        return len(self._held) + sum(len(engine.waiting) for engine in self._engines)
+        return len(self._held) + len(self._unbound) + sum(len(engine.waiting) for engine in self._engines)
 
     async def generate(
         self, conversation: str, request: RolloutRequest, on_part: Callable[[DrawnPart], object] | None = None
@@ -227,7 +231,8 @@ class Router:
             EngineLoad(len(engine.running), len(engine.waiting), silent_s, engine.is_lost)
             for engine, silent_s in zip(self._engines, self.silences(), strict=True)
         ]
-        return SessionState(self.weight_version, len(self._held), paused_s, tuple(loads))
+        held = len(self._held) + len(self._unbound)
+        return SessionState(self.weight_version, held, paused_s, tuple(loads))
 
     def partial_responses(self) -> dict[str, RolloutOutput]:
         """Return the tokens of interrupted responses so far, by conversation."""
@@ -237,9 +242,9 @@ class Router:
         """Hold back requests that no engine has yet, also over :meth:`close` and :meth:`open`. Idempotent."""
         if not self._is_paused:
             self._is_paused, self._paused_at = True, time.monotonic()
-        for engine in self._engines:
-            self._hold(list(engine.waiting))
-            engine.waiting.clear()
+        for waiting in (self._unbound, *(engine.waiting for engine in self._engines)):
+            self._hold(list(waiting))
+            waiting.clear()
 
     async def interrupt(self) -> None:
         """Hold back all requests, those that engines run with the tokens drawn so far; :meth:`resume` lets them go on.
@@ -288,6 +293,7 @@ class Router:
                 engine.link.cancel(request_id)
             engine.link.close()
         self._engines = []
+        self._unbound.clear()
         self._idle.set()  # wakes `interrupt`, whose engines answer no more
         if self._is_paused and error is None:
             self._hold(list(self._pending))
@@ -304,30 +310,50 @@ class Router:
             self._held[request_id] = None
 
     def _place(self, request_id: int) -> None:
-        """Give a request to the engine of its conversation, or hold it back."""
+        """Give a request to the engine of its conversation, for a new one to any with room, or hold it back."""
         pending = self._pending[request_id]
         if self._is_paused:
             self._held[request_id] = None
             return
-        pending.engine = self._engine_of(pending.conversation)
-        self._engines[pending.engine].waiting.append(request_id)
-        self._send(pending.engine)
-
-    def _engine_of(self, conversation: str) -> int:
-        home = self._home.get(conversation)
+        home = self._home.get(pending.conversation)
         if home is None or self._engines[home].is_lost:
             living = [index for index, engine in enumerate(self._engines) if not engine.is_lost]
             home = min(living, key=lambda index: self._engines[index].load)
-        self._home[conversation] = home
-        self._home.move_to_end(conversation)
+            if self._engines[home].load >= self._room:  # another one may have room sooner
+                heapq.heappush(self._unbound, request_id)
+                return
+        self._bind(request_id, home)
+        self._send(home)
+
+    def _bind(self, request_id: int, engine_index: int) -> None:
+        """Let a request, and its conversation, wait for an engine."""
+        pending = self._pending[request_id]
+        pending.engine = self._home[pending.conversation] = engine_index
+        self._home.move_to_end(pending.conversation)
         if len(self._home) > REMEMBERED_CONVERSATIONS:
             self._home.popitem(last=False)
-        return home
+        waiting = self._engines[engine_index].waiting
+        if waiting and request_id < waiting[0]:
+            waiting.appendleft(request_id)
+        else:
+            waiting.append(request_id)
+
+    def _bind_next(self, engine_index: int) -> None:
+        """Let an engine that has room take the next new conversation, if that is older than what waits for it."""
+        waiting = self._engines[engine_index].waiting
+        while self._unbound and not (waiting and waiting[0] < self._unbound[0]):
+            request_id = heapq.heappop(self._unbound)
+            home = self._home.get(self._pending[request_id].conversation)
+            is_bound = home is not None and not self._engines[home].is_lost  # by an earlier request of it
+            self._bind(request_id, home if home is not None and is_bound else engine_index)
 
     def _send(self, engine_index: int) -> None:
         """Give an engine the requests for which it has room."""
         engine = self._engines[engine_index]
-        while engine.waiting and len(engine.running) < self._room:
+        while not engine.is_lost and len(engine.running) < self._room:
+            self._bind_next(engine_index)
+            if not engine.waiting:
+                return
             request = engine.waiting.popleft()
             if not engine.running:  # it has had nothing to answer: its silence counts from here
                 engine.heard_at = time.monotonic()
@@ -338,6 +364,9 @@ class Router:
         pending = self._pending.pop(request_id)
         self._held.pop(request_id, None)
         if pending.engine is None:
+            if request_id in self._unbound:
+                self._unbound.remove(request_id)
+                heapq.heapify(self._unbound)
             return
         engine = self._engines[pending.engine]
         if request_id in engine.waiting:

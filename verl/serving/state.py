@@ -32,7 +32,7 @@ class SessionState:
     weight_version: int
     """Version of their weights, or of those that they had when they were awake last; -1 before the first time."""
     held: int
-    """Requests that wait while the session is paused."""
+    """Requests that no engine has: the session is paused, or none has room."""
     paused_s: float | None
     """For how many seconds it has been paused; None if it is not."""
     engines: tuple[EngineLoad, ...]
