@@ -13,7 +13,7 @@ import torch.distributed as dist
 from verl.errors import ProcessLostError
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
-from verl.supervision.stacks import show_life
+from verl.supervision.processes import show_life
 
 
 class Mortal(Worker):

@@ -19,7 +19,7 @@ from tests.single_controller.workers import Echo, batch_of
 from tests.support.waiting import eventually, is_alive
 from verl.errors import ProcessLostError, WorkerError
 from verl.single_controller.base.dispatch import PendingOutputs
-from verl.supervision import stacks
+from verl.supervision import processes
 from verl.supervision.stacks import silence_s
 
 
@@ -255,10 +255,10 @@ def test_a_call_that_hangs_in_this_process_is_interrupted(alone, what, capfd):
 
 
 def draw(monkeypatch):
-    monkeypatch.setattr(stacks, "_LIFE_EVERY_S", 0.0)
+    monkeypatch.setattr(processes, "LIFE_EVERY_S", 0.0)
     for _ in range(10):
         time.sleep(0.1)
-        stacks.show_life()
+        processes.show_life()
 
 
 def test_a_call_that_gives_signs_of_life_may_take_its_time(alone, capfd, monkeypatch):

@@ -11,12 +11,14 @@ Three ways to end a process with all its descendants:
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,6 +31,31 @@ STOPPED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP})  # by S
 MARK_VARIABLE = "VERL_HELPER_PROCESS"  # environment variable with the value of new_mark()
 KILL_S = 10.0  # for killed processes to end: on a busy machine one ends only when it gets a core
 _PAUSE_S = 0.01  # between two searches for marked processes
+LIFE_EVERY_S = 1.0  # least time between two signs of life
+
+
+# ---- signs of life --------------------------------------------------------------------------------
+
+
+@dataclass
+class _Life:
+    """Signs of life of the call under way in this process, which is limited in how long it is silent."""
+
+    file: Path | None = None
+    """Its time tells other processes when the newest sign was."""
+    shown_at: float = -math.inf
+    """``time.monotonic()`` of the newest sign."""
+
+
+life = _Life()
+
+
+def show_life() -> None:
+    """Show that the call under way makes progress, such as a token or a pass."""
+    if time.monotonic() - life.shown_at > LIFE_EVERY_S:
+        life.shown_at = time.monotonic()
+        if life.file is not None:
+            life.file.touch()
 
 
 # ---- inspection -----------------------------------------------------------------------------------

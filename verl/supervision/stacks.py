@@ -21,14 +21,12 @@ from typing import TextIO
 
 import psutil
 
-from verl.supervision.processes import STOPPED, state_of
+from verl.supervision.processes import STOPPED, life, state_of
 
 SIGNAL = signal.SIGUSR2
 # A frame as faulthandler writes it.
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
 _files: list[TextIO] = []  # kept open for faulthandler until the process ends
-_LIFE_EVERY_S = 1.0
-_last_life = [-math.inf]
 
 
 def write_stacks_on_signal(folder: str | os.PathLike[str]) -> None:
@@ -36,35 +34,16 @@ def write_stacks_on_signal(folder: str | os.PathLike[str]) -> None:
     if _files:
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
-    _files.append(_file_of(folder, os.getpid()).open("w"))
+    file = _file_of(folder, os.getpid())
+    life.file = file.with_suffix(".life")
+    _files.append(file.open("w"))
     faulthandler.register(SIGNAL, file=_files[0], all_threads=True)
-
-
-def show_life() -> None:
-    """Show that the call under way makes progress, such as a token or a pass: it is limited in how long it is silent.
-
-    The time of a file tells it to other processes (:func:`silence_s`).
-    """
-    now = time.monotonic()
-    if now - _last_life[0] > _LIFE_EVERY_S:
-        _last_life[0] = now
-        if _files:
-            _life_file(Path(_files[0].name)).touch()
-
-
-def own_silence_s() -> float:
-    """Return the seconds since this process last showed life; infinite if it never did."""
-    return time.monotonic() - _last_life[0]
 
 
 def silence_s(folder: str | os.PathLike[str], pids: Sequence[int]) -> float:
     """Return the seconds since one of these processes of this machine last showed life; infinite if none did."""
-    files = (_life_file(_file_of(folder, pid)) for pid in pids)
+    files = (_file_of(folder, pid).with_suffix(".life") for pid in pids)
     return time.time() - max((file.stat().st_mtime for file in files if file.exists()), default=-math.inf)
-
-
-def _life_file(stacks: Path) -> Path:
-    return stacks.with_suffix(".life")
 
 
 def _file_of(folder: str | os.PathLike[str], pid: int) -> Path:

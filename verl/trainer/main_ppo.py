@@ -154,13 +154,9 @@ class TaskRunner:
         }
         names = {name: path for name, (path, _) in sections.items()}
         controller = load_controller(config.trainer.controller)
-        return controller.ResourcePoolManager(
-            sizes,
-            self.mapping,
-            resolve_device(config),
-            sections=names,
-            replacement_timeout_s=config.trainer.recovery.replacement_timeout_s,
-        )
+        pools = controller.ResourcePoolManager(sizes, self.mapping, resolve_device(config), sections=names)
+        pools.replacement_timeout_s = config.trainer.recovery.replacement_timeout_s
+        return pools
 
     def trainer_class(self) -> type[PPOTrainer]:
         """The trainer class; imported inside, so that an invalid configuration fails before the slow engine imports."""

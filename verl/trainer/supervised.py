@@ -213,11 +213,9 @@ class SupervisedRunner:
         total_steps(config, len(cast(Sized, train)))  # raises for too few rows before anything starts
         controller, device = load_controller(trainer.controller), resolve_device(config)
         pools = controller.ResourcePoolManager(
-            {"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes},
-            {self.role: "global_pool"},
-            device,
-            replacement_timeout_s=trainer.recovery.replacement_timeout_s,
+            {"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes}, {self.role: "global_pool"}, device
         )
+        pools.replacement_timeout_s = trainer.recovery.replacement_timeout_s
         worker_groups = WorkerGroups(
             worker_classes={self.role: self.worker_class(config)},
             pools=pools,

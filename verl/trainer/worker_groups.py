@@ -41,14 +41,7 @@ class WorkerGroups:
     """Held while workers start or end, which two threads may ask for."""
 
     def start(self, arguments: Mapping[RoleT, Mapping[str, object]]) -> Mapping[RoleT, WorkerGroup]:
-        """Start the workers and load their models, in the order of ``arguments``.
-
-        Args:
-            arguments: constructor arguments of the worker, by role.
-
-        Returns:
-            the worker group of each role.
-        """
+        """Start the workers of all roles with these arguments, load their models in this order, return their groups."""
         with self._changing:
             self._arguments = dict(arguments)
             self.pools.create_resource_pool()
@@ -95,12 +88,8 @@ class WorkerGroups:
             members.setdefault(self.pools.get_resource_pool(role), {})[role] = worker
         for pool, workers in members.items():
             colocated = self.group_class.colocate({str(role): worker for role, worker in workers.items()})
-            group = self.group_class(
-                resource_pool=pool,
-                ray_cls_with_init=colocated,
-                device_name=self.device_name,
-                ray_wait_register_center_timeout=self.start_timeout_s,
-            )
+            limit = {"ray_wait_register_center_timeout": self.start_timeout_s}
+            group = self.group_class(pool, colocated, device_name=self.device_name, **limit)
             self._processes[self.pools.mapping[next(iter(workers))]] = group
             group.guard(self.hang_timeout_s)
             views = group.spawn(prefix_set=[str(role) for role in workers])

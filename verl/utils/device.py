@@ -58,15 +58,12 @@ def backend_for(device: torch.device) -> str:
 
 
 def ensure_process_group(device: torch.device, timeout_s: float = 600, backend: str | None = None) -> None:
-    """Initialise the default process group, unless it is initialised already; colocated workers share it.
-
-    ``backend`` is by default :func:`backend_for` the device.
+    """Initialise the default process group unless there is one; ``backend`` is by default that of the device.
 
     Reads ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` from the environment; a single process needs
     none of them.
     """
-    # Gloo groups connect two ranks when they first exchange something. PyTorch would connect all
-    # pairs at once, for which the ranks read 8·n³ bytes of addresses from the store of rank 0.
+    # Gloo connects two ranks on first use, and not all pairs at once, which reads 8·n³ bytes from rank 0's store.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if dist.is_initialized():
         return

@@ -141,8 +141,7 @@ class ActorRolloutRefWorker(EngineWorker):
         """Load the models and engines of the role."""
         model, actor, ref = self.config.model, self.config.actor, self.config.ref
         if not self.config.hybrid_engine:
-            # NCCL reads it once, in the first group, whose ranks may be those of one machine; weights go to others.
-            use_interface_to(os.environ["MASTER_ADDR"])
+            use_interface_to(os.environ["MASTER_ADDR"])  # NCCL reads it once, in a group that may be of one machine
         if "actor" in self.parts:
             self.engine = self.make_engine(
                 "language_model",

@@ -1,7 +1,10 @@
 """Mixtures of experts under strategy=megatron: the numbers of plain PyTorch, whoever holds the experts."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -133,8 +136,20 @@ def on_two_ranks(rank, world_size, folder, path):
             metrics = engine.train_batch(mine, PolicyLoss(CONFIG), LAYOUTS[layout])
             engine.train_batch(mine, PolicyLoss(CONFIG), LAYOUTS[layout])
         found[case] = metrics, weights_of(engine)
+        if case == "experts":
+            gathers_in_few_messages(engine)
     balanced = balance(path, *CASES["interleaved pipeline"], checkpointing=True)
     torch.save((found, balanced), folder / f"rank_{rank}.pt")
+
+
+def gathers_in_few_messages(engine):
+    """One of each rank and format for a bucket of weights, and not one for each matrix of each expert."""
+    sizes, broadcast = [], dist.broadcast
+    with patch.object(dist, "broadcast", lambda packet, src: sizes.append(packet.nbytes) or broadcast(packet, src)):
+        total = sum(weight.nbytes for _, weight in engine.get_per_tensor_param())
+    assert len(sizes) <= 2 * 2, len(sizes)
+    assert sum(sizes) == total
+    assert len(engine.weights._mine) > 20
 
 
 def two_updates(actor, critic, batch):

@@ -23,6 +23,7 @@ from tests.workers.support import (
     with_kept_ids,
 )
 from verl.model_merger.fsdp import saved_weights
+from verl.plugins.megatron import weights
 from verl.testing.models import tiny_model_dir
 from verl.workers.losses import PolicyLoss, sft_loss
 
@@ -85,10 +86,12 @@ def in_turn(path, batch, alone):
 
 
 def gathering(engine, trace):
-    """Whole weights come one at a time: this one and the last one, the part of another rank, and small messages."""
+    """Whole weights come in buckets: this one and the last one, the part of another rank, and small messages."""
+    weights.BUCKET_BYTES = 1  # else one bucket has all of this small model
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         sizes = [weight.nbytes for _, weight in engine.get_per_tensor_param()]
+    weights.BUCKET_BYTES = 2**29
     profile.export_chrome_trace(str(trace))
     assert max(sizes) <= allocated_rise(trace) <= 5 * max(sizes) < sum(sizes) / 3
 

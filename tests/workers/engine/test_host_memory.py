@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.workers.support import make_engine, ragged_batch
 from verl.testing.models import tiny_model_dir
+from verl.utils.pinned_memory import HostPieces
 from verl.workers.engine import MicroBatchConfig
 from verl.workers.engine.fsdp.host_memory import HostMemory
 from verl.workers.losses import sft_loss
@@ -44,3 +47,17 @@ def test_states_go_to_the_same_memory_each_time_and_training_does_not_notice(tmp
         assert torch.equal(moved, kept), name
     saved = moving.state(contents=["model", "optimizer"]).states.values()
     assert moving.state_bytes() == sum(tensor.nbytes for state in saved for tensor in state["tensors"].values())
+
+
+def test_pinned_memory_is_what_is_asked_for() -> None:
+    """PyTorch rounds a pinned allocation up to a power of two; here of an eighth of Qwen2.5-7B. No page is touched."""
+    hidden, width = 3584, 18944
+    layer = [hidden * hidden, hidden * hidden // 7, hidden * hidden // 7, *[hidden * width] * 3, hidden, hidden]
+    sizes = [4 * count // 8 for count in (2 * [hidden * 152064] + 28 * layer) for _ in range(3)]
+    pieces = HostPieces(is_pinned=False)
+    taken = [pieces.take(size) for size in sizes]
+    assert sum(1 << (size - 1).bit_length() for size in sizes) > 1.9 * sum(sizes), "an allocation for each"
+    assert pieces.allocated_bytes < 1.1 * sum(sizes)
+    assert all(piece.untyped_storage().nbytes() == size for piece, size in zip(taken, sizes, strict=True))
+    bounds = sorted((piece.data_ptr(), piece.data_ptr() + len(piece)) for piece in taken)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(bounds))

@@ -11,14 +11,17 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from verl.utils.pinned_memory import PIECE_BYTES, HostPieces
+
 
 class OffloadedMemory:
     """Parts of an engine's memory that may lie in host memory."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Callable[[], Iterable[Tensor]]] = {}
-        self._offloaded: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
-        self._host_buffers: dict[tuple[str, int, int], Tensor] = {}
+        self._offloaded: dict[str, list[tuple[Tensor, list[Tensor]]]] = {}
+        self._pieces = HostPieces(is_pinned=torch.cuda.is_initialized())
+        self._host_buffers: dict[tuple[str, int, int], list[Tensor]] = {}
         """Host memory by part, place in it and number of bytes: pinned memory takes longer to get than to fill."""
 
     def add(self, part: str, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -33,24 +36,26 @@ class OffloadedMemory:
         # All bytes of each storage once, however many of the tensors view it.
         memories = [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in storages.values()]
         self._offloaded[part] = [
-            (memory, self._on_host(part, index, memory) if keep else None) for index, memory in enumerate(memories)
+            (memory, self._on_host(part, index, memory) if keep else []) for index, memory in enumerate(memories)
         ]
         for memory in memories:
             memory.untyped_storage().resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _on_host(self, part: str, index: int, memory: Tensor) -> Tensor:
-        key = part, index, memory.numel()
+    def _on_host(self, part: str, index: int, memory: Tensor) -> list[Tensor]:
+        key, pieces = (part, index, memory.numel()), memory.split(PIECE_BYTES)
         if key not in self._host_buffers:
-            self._host_buffers[key] = torch.empty_like(memory, device="cpu", pin_memory=memory.device.type == "cuda")
-        return self._host_buffers[key].copy_(memory)
+            self._host_buffers[key] = [self._pieces.take(len(piece)) for piece in pieces]
+        for buffer, piece in zip(self._host_buffers[key], pieces, strict=True):
+            buffer.copy_(piece)
+        return self._host_buffers[key]
 
     def restore(self, part: str) -> None:
         """Move a part back to the device. No-op if it was not offloaded."""
         for memory, saved in self._offloaded.pop(part, []):
             memory.untyped_storage().resize_(memory.numel())
-            if saved is None:
+            if not saved:
                 memory.zero_()
-            else:
-                memory.copy_(saved)
+            for piece, buffer in zip(memory.split(PIECE_BYTES), saved, strict=False):
+                piece.copy_(buffer)

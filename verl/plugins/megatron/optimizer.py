@@ -24,6 +24,7 @@ from verl.config import FSDPOptimizerConfig
 from verl.plugins.megatron.library import parallel_state
 from verl.plugins.megatron.matrices import BoxExchange, MatrixParameter
 from verl.plugins.megatron.weights import ShardRegion
+from verl.utils.pinned_memory import HostPieces
 from verl.workers.engine.muon import MOMENTUM
 from verl.workers.engine.optimizer import build_optimizer
 
@@ -160,6 +161,7 @@ class MegatronOptimizer:
         self._moments = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
         self._on_host: set[nn.Parameter] = set()
         self._host: dict[tuple[nn.Parameter, str], Tensor] = {}
+        self._pieces = HostPieces(is_pinned=torch.cuda.is_initialized())
         shares = list(self._divided() if is_distributed else self._single())
         by_muon = {region.parameter for region in matrices.regions if region.name in self.muon} & self.parameters.keys()
         self._is_stored_apart = config.offload_fraction > 0 or any(dtype != "fp32" for dtype in self._moments.values())
@@ -327,7 +329,7 @@ class MegatronOptimizer:
     def _in_host_memory(self, main: nn.Parameter, key: str, value: Tensor) -> Tensor:
         """Copy a tensor to the memory that is kept for it."""
         if (main, key) not in self._host:
-            self._host[main, key] = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
+            self._host[main, key] = self._pieces.take_like(value)
         return self._host[main, key].copy_(value)
 
     def _publish(self, chunk: Iterable[_Stretch]) -> None:

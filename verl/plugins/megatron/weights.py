@@ -7,6 +7,7 @@ and the up projection. All conversions are made from this one table: reading mod
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -331,8 +332,12 @@ def _parameter_of(
     )
 
 
+BUCKET_BYTES = 2**29
+"""Bytes of the whole weights that are gathered at once: each rank sends one message for all its boxes of them."""
+
+
 class WeightGatherer:
-    """Gathers boxes of all ranks to whole weights, one weight at a time. Collective to create.
+    """Gathers boxes of all ranks to whole weights, a bucket of weights at a time. Collective to create.
 
     Args:
         shapes: of all weights, by their Transformers name, in the order in which they are gathered.
@@ -365,18 +370,38 @@ class WeightGatherer:
 
         ``boxes`` returns the box of a region that this rank owns. Weights in ``without`` are skipped.
         """
-        me = dist.get_rank()
+        bucket: dict[str, torch.dtype] = {}
+        nbytes = 0
         for name, shape in self.shapes.items():
             if name in without:
                 continue
-            is_wide = name.rpartition(".")[2] in FP32_WEIGHTS
-            full = torch.empty(shape, dtype=torch.float32 if is_wide else dtype, device=device)
+            weight_dtype = torch.float32 if name.rpartition(".")[2] in FP32_WEIGHTS else dtype
+            size = math.prod(shape) * weight_dtype.itemsize
+            if bucket and nbytes + size > BUCKET_BYTES:
+                yield from self._filled(bucket, boxes, device).items()
+                bucket, nbytes = {}, 0
+            bucket[name] = weight_dtype
+            nbytes += size
+        yield from self._filled(bucket, boxes, device).items()
+
+    def _filled(
+        self, bucket: Mapping[str, torch.dtype], boxes: Callable[[ShardRegion], Tensor], device: torch.device
+    ) -> dict[str, Tensor]:
+        """Return whole tensors of the boxes of all ranks, each of which sends its own of one format at once."""
+        tensors = {name: torch.empty(self.shapes[name], dtype=dtype, device=device) for name, dtype in bucket.items()}
+        sent: dict[tuple[int, torch.dtype], list[tuple[str, Box, Tensor]]] = {}
+        for name, full in tensors.items():
             for (start, size), rank in self._boxes[name].items():
                 part = full[tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))]
-                if rank == me:
-                    part.copy_(boxes(self._mine[name, (start, size)]))
-                if dist.get_world_size() > 1 and part.numel():
-                    packet = part.contiguous()
-                    dist.broadcast(packet, src=rank)
-                    part.copy_(packet)
-            yield name, full
+                sent.setdefault((rank, full.dtype), []).append((name, (start, size), part))
+        for (rank, _), parts in sent.items():
+            is_own = rank == dist.get_rank()
+            for name, box, part in parts if is_own else ():
+                part.copy_(boxes(self._mine[name, box]))
+            sizes = [part.numel() for _, _, part in parts]
+            if dist.get_world_size() > 1 and sum(sizes):
+                packet = torch.cat([part.reshape(-1) for _, _, part in parts])
+                dist.broadcast(packet, src=rank)
+                for (_, _, part), values in zip(parts, packet.split(sizes), strict=True) if not is_own else ():
+                    part.copy_(values.view(part.shape))
+        return tensors

@@ -61,10 +61,11 @@ class PoolManager:
         max_colocate_count: how many worker groups may share a pool.
         resource_pool_dict: pools that are made already, by name.
         sections: the section of the configuration that has the size of a pool, by pool name; for messages.
-        replacement_timeout_s: seconds to wait for a new node, after one on which a pool was has died.
     """
 
     pool_cls: ClassVar[type[ResourcePool]]
+    replacement_timeout_s: float = 60
+    """Seconds to wait for a new node, after one on which a pool was has died."""
 
     def __init__(
         self,
@@ -75,7 +76,6 @@ class PoolManager:
         max_colocate_count: int = 10,
         resource_pool_dict: Mapping[str, ResourcePool] | None = None,
         sections: Mapping[str, str] | None = None,
-        replacement_timeout_s: float = 60,
     ) -> None:
         for role, name in mapping.items():
             if name not in resource_pool_spec:
@@ -87,7 +87,6 @@ class PoolManager:
         self.device_name = device_name or get_device_name()
         self.max_colocate_count = max_colocate_count
         self.sections = dict(sections or {})
-        self.replacement_timeout_s = replacement_timeout_s
         self.resource_pool_dict: dict[str, ResourcePool] = dict(resource_pool_dict or {})
 
     def create_resource_pool(self) -> None:

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TextIO
 
 from verl.errors import ProcessLostError
-from verl.supervision.stacks import own_silence_s
+from verl.supervision.processes import life
 
 INTERRUPT = signal.SIGUSR2
 
@@ -26,7 +26,7 @@ class CallLimit:
     """Time limit for calls, shared by all groups over the same worker.
 
     A call may take any time, and be silent for ``hang_timeout_s``: since its begin, since it last showed life
-    (:func:`~verl.supervision.stacks.show_life`), or by a measure of its own (:meth:`limit_silence`).
+    (:func:`~verl.supervision.processes.show_life`), or by a measure of its own (:meth:`limit_silence`).
 
     When the time is over, the stacks of all threads are written to stderr in any case. The call itself is interrupted
     only if it runs in the main thread and returns to the Python interpreter: loops and sleeps in Python are
@@ -52,16 +52,12 @@ class CallLimit:
 
     @contextmanager
     def applied_to(self, stage: str) -> Iterator[None]:
-        """Limit the duration of the block; ``stage`` names worker and method in the message.
-
-        Raises:
-            ProcessLostError: the block was silent for longer than ``hang_timeout_s``.
-        """
+        """Raise a ProcessLostError, which names ``stage``, if the block is silent for ``hang_timeout_s``."""
         if self.hang_timeout_s is None:
             yield
             return
         began = time.monotonic()
-        silent_s = self._silent_s or (lambda: min(time.monotonic() - began, own_silence_s()))
+        silent_s = self._silent_s or (lambda: time.monotonic() - max(began, life.shown_at))
         faulthandler.dump_traceback_later(self.hang_timeout_s + _GRACE_S, file=_stderr())
         try:
             with _interrupted(self.hang_timeout_s, silent_s, stage):

@@ -232,15 +232,15 @@ def _staged_wake_up(tree: Tree, keys: Mapping[str, Key], explicit: Collection[st
 
 def _time_limits(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> list[str]:
     """Raise limits that were not set to what the run's ranks and its largest model need; tell which."""
-    needed = {
-        "trainer.ray_wait_register_center_timeout": (2.0 * (ranks := _ranks(tree)), f"{ranks} ranks start"),
-    }
+    ranks = _ranks(tree)
+    needed = {"trainer.ray_wait_register_center_timeout": (2.0 * ranks, f"{ranks} ranks start")}
     models = (get(tree, path) for path in keys if path.endswith("model.path"))
-    limits = max((time_limits(model) for model in models), key=lambda limits: limits.file_bytes, default=None)
-    if limits is not None:
-        cause = f"a model of {limits.file_bytes / 1e9:.0f} GB is read"
-        needed["actor_rollout_ref.nccl_timeout"] = limits.collective_s, cause
-        needed["trainer.recovery.hang_timeout_s"] = limits.call_s, cause
+    limits = max(
+        (time_limits(model) for model in models), key=lambda limits: limits.file_bytes, default=time_limits(None)
+    )
+    cause = f"a model of {limits.file_bytes / 1e9:.0f} GB is read"
+    needed["actor_rollout_ref.nccl_timeout"] = limits.collective_s, cause
+    needed["trainer.recovery.hang_timeout_s"] = limits.call_s, cause
     remarks = []
     for path, (seconds, cause) in needed.items():
         is_default = path in keys and path not in explicit and same(get(tree, path), keys[path].default)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from verl.errors import ConfigError, PassTooLargeError, ResourceError, SchemaError, VerlError
 from verl.protocol import DataProto
 from verl.schema import COUNTED
-from verl.supervision.stacks import show_life
+from verl.supervision.processes import show_life
 from verl.utils.seqlen_balancing import micro_batches_by_tokens
 from verl.workers.engine.loss import num_valid_tokens
 from verl.workers.shared_prompts import Siblings

@@ -27,7 +27,7 @@ from verl.base.registry import Registry
 from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError
 from verl.protocol import DataProto
-from verl.supervision.stacks import show_life
+from verl.supervision.processes import show_life
 from verl.utils.model import check_tokenizer_fits, eos_token_ids, hf_config_of, unknown_ids
 from verl.vision.families import IMAGE_INPUTS, VisionConfig
 from verl.workers.adapted_weights import AdaptedWeights
@@ -233,17 +233,10 @@ class BaseRollout(ABC):
         """Return what the engine does now; called by the thread that generates."""
         return EngineState(weight_version=self.weight_version)
 
-    def report_pass(self) -> None:
-        """Show life after a forward pass, and report the state now and then."""
-        show_life()
-        self.report_state(if_due=True)
-
     def report_state(self, if_due: bool = False) -> None:
-        """Call :attr:`on_state`, if it is set, with the current state.
-
-        Args:
-            if_due: do nothing if a call with ``if_due`` reported less than half a second ago.
-        """
+        """Call :attr:`on_state`, if it is set, with the state; with ``if_due``, after a pass, twice a second."""
+        if if_due:
+            show_life()
         if self.on_state is None:
             return
         if if_due:

@@ -41,8 +41,15 @@ import httpx2
 from verl.base.redact import redacted
 from verl.errors import EngineLostError, RolloutError
 from verl.supervision import server_guard
-from verl.supervision.processes import MARK_VARIABLE, family_of, is_stopped, kill_group, kill_marked, new_mark
-from verl.supervision.stacks import show_life
+from verl.supervision.processes import (
+    MARK_VARIABLE,
+    family_of,
+    is_stopped,
+    kill_group,
+    kill_marked,
+    new_mark,
+    show_life,
+)
 from verl.workers.rollout.http_client import HttpClient, error_text
 
 T = TypeVar("T")

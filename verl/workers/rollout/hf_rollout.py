@@ -180,7 +180,7 @@ class HFRollout(BaseRollout):
         for row, request in enumerate(requests):
             tokens[row, : request.drawn_count] = torch.tensor(request.drawn_ids, device=self.device)
         for step in range(max_new_tokens):
-            self.report_pass()
+            self.report_state(if_due=True)
             # Rows that have ended may still be in the batch.
             at = (before[batch.rows] + step).clamp(max=longest)
             kept_now = None if kept_ids is None else kept_ids.new_full((len(at), kept_ids.shape[-1]), NOT_KEPT)

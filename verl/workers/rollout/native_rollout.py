@@ -7,6 +7,7 @@ weights are gathered once per update. docs/rollout_engines.md says when to choos
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -222,7 +223,7 @@ class NativeRollout(BaseRollout):
             self._output,
             check,
             cache,
-            on_pass=self.report_pass,
+            on_pass=functools.partial(self.report_state, if_due=True),
             kept_width=self.config.kept_ids_width,
         )
         self._generation = generation

@@ -48,8 +48,8 @@ MAX_RESTARTS = 3
 """Largest number of restarts in a row without a finished ``generate`` between them."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 """Pause before the first restart, doubled before each further one up to the longest."""
-_POLL_S = 0.1
-"""Seconds between checks whether a working engine has to report its state."""
+_POLL_S = 0.5
+"""Seconds between reports of the state of a working engine."""
 _MIB = 2**20
 
 
@@ -392,7 +392,7 @@ class RemoteRollout(BaseRollout):
 
         def report() -> None:
             while not over.wait(_POLL_S):
-                self.report_state(if_due=True)
+                self.report_state()  # that this thread runs is no sign of life
 
         self._draws = True
         thread = Thread(target=report, name="engine-state", daemon=True)

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from verl.utils.pinned_memory import HostPieces
+
 
 class HostMemory:
     """Copies in the host's memory, which are kept for the next time: pinned memory takes longer to get than to fill.
@@ -16,7 +18,7 @@ class HostMemory:
     """
 
     def __init__(self, is_pinned: bool) -> None:
-        self.is_pinned = is_pinned
+        self.pieces = HostPieces(is_pinned)
         self._copies: dict[tuple[int, str], Tensor] = {}
         """Copies by the parameter's id and the name of its optimizer state ('' for the parameter itself)."""
 
@@ -40,7 +42,11 @@ class HostMemory:
     def _moved(self, tensor: Tensor, parameter: int, state: str) -> Tensor:
         copy = self._copies.get((parameter, state))
         if copy is None:
-            copy = torch.empty_like(tensor, device="cpu", pin_memory=self.is_pinned, requires_grad=False)
+            copy = torch.empty_like(tensor, device="cpu", requires_grad=False)
+            with torch.no_grad():  # else to_local() returns another tensor over the same memory
+                local = copy.to_local() if isinstance(copy, DTensor) else copy
+                piece = self.pieces.take(local.nbytes).view(local.dtype)
+                local.set_(piece.untyped_storage(), piece.storage_offset(), local.size(), local.stride())
             self._copies[parameter, state] = copy
         if _memory_of(copy) == _memory_of(tensor):  # it is here already; a tied weight comes twice
             return tensor
