@@ -234,10 +234,8 @@ def _time_limits(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str])
     """Raise limits that were not set to what the run's ranks and its largest model need; tell which."""
     ranks = _ranks(tree)
     needed = {"trainer.ray_wait_register_center_timeout": (2.0 * ranks, f"{ranks} ranks start")}
-    models = (get(tree, path) for path in keys if path.endswith("model.path"))
-    limits = max(
-        (time_limits(model) for model in models), key=lambda limits: limits.file_bytes, default=time_limits(None)
-    )
+    models = [None, *(get(tree, path) for path in keys if path.endswith("model.path"))]
+    limits = max(map(time_limits, models), key=lambda limits: limits.file_bytes)
     cause = f"a model of {limits.file_bytes / 1e9:.0f} GB is read"
     needed["actor_rollout_ref.nccl_timeout"] = limits.collective_s, cause
     needed["trainer.recovery.hang_timeout_s"] = limits.call_s, cause
