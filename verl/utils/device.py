@@ -60,11 +60,9 @@ def backend_for(device: torch.device) -> str:
 def ensure_process_group(device: torch.device, timeout_s: float = 600, backend: str | None = None) -> None:
     """Initialise the default process group unless there is one; ``backend`` is by default that of the device.
 
-    Reads ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` from the environment; a single process needs
-    none of them.
+    Several ranks read ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` from the environment.
     """
-    # Gloo connects two ranks on first use, and not all pairs at once, which reads 8·n³ bytes from rank 0's store.
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else all pairs connect now, by 8·n³ bytes of rank 0's store
     if dist.is_initialized():
         return
     backend = backend or backend_for(device)

@@ -242,16 +242,13 @@ class PassSizes:
     def attempts(
         self, kind: str, device: torch.device, is_alone: bool, clear_gradients: Callable[[], None]
     ) -> Iterator[PassAttempt]:
-        """Yield attempts at all passes of a batch: one, and another with smaller passes whenever memory ran out.
+        """Yield attempts at all passes of a batch: one, and another with smaller passes (:meth:`lower`) when memory ran out.
 
         Args:
             kind: ``train`` or ``infer``.
             device: whose cached memory is released before another attempt.
             is_alone: no other rank waits for this one, and an interrupted pass can be undone.
             clear_gradients: undoes a pass of kind ``train``: it has added to some gradients but not to others.
-
-        Raises:
-            ResourceError, PassTooLargeError: see :meth:`lower`.
         """
         while True:
             attempt = PassAttempt(self.limits.get(kind))
