@@ -242,7 +242,7 @@ class PassSizes:
     def attempts(
         self, kind: str, device: torch.device, is_alone: bool, clear_gradients: Callable[[], None]
     ) -> Iterator[PassAttempt]:
-        """Yield attempts at all passes of a batch: one, and another with smaller passes (:meth:`lower`) when memory ran out.
+        """Yield attempts at all passes of a batch: one, and a smaller one (:meth:`lower`) when memory ran out.
 
         Args:
             kind: ``train`` or ``infer``.
