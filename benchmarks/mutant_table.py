@@ -293,8 +293,8 @@ SERVING = (
     Mutant(
         "serving",
         "serving/router.py",
-        "while engine.waiting and len(engine.running) < self._room:",
-        "while engine.waiting and len(engine.running) <= self._room:",
+        "while not engine.is_lost and len(engine.running) < self._room:",
+        "while not engine.is_lost and len(engine.running) <= self._room:",
         "serving/router",
     ),
     Mutant(
@@ -338,8 +338,8 @@ AGENTS = (
     Mutant(
         "agents",
         "agents/tool_agent.py",
-        "room = conversation.tokens_left(most_tokens) - 1",
-        "room = conversation.tokens_left(most_tokens)",
+        "room = conversation.tokens_left(self.response_length) - 1",
+        "room = conversation.tokens_left(self.response_length)",
         "agents/agent_loops agents/malformed_calls",
     ),
     Mutant(

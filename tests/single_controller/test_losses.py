@@ -204,7 +204,7 @@ def test_the_youngest_sign_of_the_processes_counts(tmp_path):
     for pid, age_s in ((1, 100), (2, 10)):
         file = tmp_path / f"{pid}.life"
         file.touch()
-        os.utime(file, (time.time() - age_s,) * 2)
+        os.utime(file, (time.monotonic() - age_s,) * 2)
     assert silence_s(tmp_path, [1, 2, 3]) == pytest.approx(10, abs=5)
     assert silence_s(tmp_path, [3]) == math.inf
 

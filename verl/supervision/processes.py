@@ -42,7 +42,7 @@ class _Life:
     """Signs of life of the call under way in this process, which is limited in how long it is silent."""
 
     file: Path | None = None
-    """Its time tells other processes when the newest sign was."""
+    """Its time, ``time.monotonic()``, tells other processes when the newest sign was."""
     shown_at: float = -math.inf
     """``time.monotonic()`` of the newest sign."""
 
@@ -56,6 +56,8 @@ def show_life() -> None:
         life.shown_at = time.monotonic()
         if life.file is not None:
             life.file.touch()
+            # Time since the machine started, which all of its processes share: the wall clock may be set meanwhile.
+            os.utime(life.file, (life.shown_at, life.shown_at))
 
 
 # ---- inspection -----------------------------------------------------------------------------------

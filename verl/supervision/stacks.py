@@ -43,7 +43,7 @@ def write_stacks_on_signal(folder: str | os.PathLike[str]) -> None:
 def silence_s(folder: str | os.PathLike[str], pids: Sequence[int]) -> float:
     """Return the seconds since one of these processes of this machine last showed life; infinite if none did."""
     files = (_file_of(folder, pid).with_suffix(".life") for pid in pids)
-    return time.time() - max((file.stat().st_mtime for file in files if file.exists()), default=-math.inf)
+    return time.monotonic() - max((file.stat().st_mtime for file in files if file.exists()), default=-math.inf)
 
 
 def _file_of(folder: str | os.PathLike[str], pid: int) -> Path:
